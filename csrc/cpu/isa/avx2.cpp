@@ -1,0 +1,15 @@
+#include <immintrin.h>
+
+#include "../kernels.h"
+
+namespace lowbit::cpu {
+namespace {
+#include "../convert.h"
+#include "avx2.simd.h"
+#include "../quantize_rows.body.h"
+#include "../linear_int.body.h"
+#include "../linear_float.body.h"
+}  // namespace
+constinit const KernelTable kAvx2Table = {"avx2",    kAvx2,     kRowBlock, quantize_rows,
+                                          linear_w4, linear_w8, linear_f16};
+}  // namespace lowbit::cpu

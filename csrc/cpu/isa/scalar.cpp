@@ -1,0 +1,13 @@
+#include "../kernels.h"
+
+namespace lowbit::cpu {
+namespace {
+#include "../convert.h"
+#include "scalar.simd.h"
+#include "../quantize_rows.body.h"
+#include "../linear_int.body.h"
+#include "../linear_float.body.h"
+}  // namespace
+constinit const KernelTable kScalarTable = {"scalar",  kNothing,  kRowBlock, quantize_rows,
+                                            linear_w4, linear_w8, linear_f16};
+}  // namespace lowbit::cpu

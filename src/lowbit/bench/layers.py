@@ -1,0 +1,278 @@
+"""``lowbit bench layers``: one linear layer, our tiers against torch, all in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit import ops
+from lowbit.bench.timer import Competitor, copies_needed, machine, pages, race
+from lowbit.layouts import panels
+from lowbit.reference import dequantize
+from lowbit.types import FormatError, QuantizedWeight
+
+SCHEMES = ("w4a8", "w8a8", "fp16")
+PEERS = ("float32", "bfloat16", "float16", "int4pack")
+
+Call = Callable[[], Tensor]
+
+
+class Entry(NamedTuple):
+    """Something to time: ``make(x)`` gives a call over a copy of the weights of its own; x is there in every dtype."""
+
+    name: str
+    facts: dict[str, Any]
+    weight_bytes: int
+    make: Callable[[Mapping[str, Tensor]], Call]
+    exact: Tensor  # [N, K] float32, what the layer multiplies with
+
+
+class Problem(NamedTuple):
+    """One shape. ``x`` [M, K] float32; the quantized weights of every scheme come from the same Gaussian W."""
+
+    n: int
+    k: int
+    m: int
+    group: int
+    x: Tensor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases, write a JSON line each, print a table last. Returns 0; FormatError for options that do not fit."""
+    args = parser().parse_args(argv)
+    here = ops.cpu_isas()
+    tiers = here if args.tier == "all" else [ops.cpu_isa() if t == "auto" else t for t in args.tier.split(",")]
+    for tier in tiers:
+        if tier not in here:
+            raise FormatError(f"--tier: found {tier!r}, accepted here are all, auto, {', '.join(here)}")
+    lines: list[dict[str, Any]] = []
+    sink = Path(args.json).open("a", encoding="utf-8") if args.json and args.json != "-" else None
+    torch.manual_seed(args.seed)
+    facts = machine()
+    with torch.inference_mode():
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            for n, k in args.shape:
+                for line in run_shape(n, k, args, tiers, threads):
+                    lines.append({**line, **facts, "pages": pages()})
+                    if sink:
+                        print(json.dumps(lines[-1]), file=sink, flush=True)
+                    elif args.json:
+                        print(json.dumps(lines[-1]), flush=True)
+    if sink:
+        sink.close()
+    if args.json != "-":
+        print(text_table(lines))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="lowbit bench layers", description=__doc__)
+    p.add_argument(
+        "--shape", type=_shapes, default=[(4096, 4096)], metavar="NxK", help="out x in features, comma separated"
+    )
+    p.add_argument("--M", type=_integers, default=[1, 4, 16, 128], metavar="M", help="rows of x, comma separated")
+    p.add_argument("--group", type=int, default=128, help="group size of the 4-bit weights")
+    p.add_argument("--threads", type=_integers, default=[1], metavar="T")
+    p.add_argument("--tier", default="auto", help="auto, all, or names: " + ",".join(ops.cpu_isas()))
+    p.add_argument("--activation", type=_words("token", "group", "none"), default=["group"], metavar="A",
+                   help="token, group, none (float activations), comma separated")  # fmt: skip
+    p.add_argument("--schemes", type=_words(*SCHEMES), default=list(SCHEMES), metavar="S", help=", ".join(SCHEMES))
+    p.add_argument("--peers", type=_words(*PEERS), default=list(PEERS), metavar="P", help=", ".join(PEERS))
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of our x and y")
+    p.add_argument("--in-cache", action="store_true", help="one copy of each weight, touched before each call")
+    p.add_argument("--seconds", type=float, default=1.0, help="a competitor and case, on average")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="append JSON lines to FILE (stdout without one)"
+    )
+    return p
+
+
+def run_shape(n: int, k: int, args: argparse.Namespace, tiers: list[str], threads: int) -> Iterator[dict[str, Any]]:
+    """All rows of x for one shape: the weights are packed once."""
+    weight = torch.randn(n, k)
+    entries = list(ours(weight, args, tiers))
+    given = list(peers(weight, args))
+    total = len(args.M)
+    for index, m in enumerate(args.M):
+        print(f"{n}x{k}, M={m}, threads {threads} ({index + 1} of {total})", file=sys.stderr, flush=True)
+        x = torch.randn(m, k)
+        yield from _case(Problem(n, k, m, args.group, x), [*entries, *given], args, threads)
+
+
+def ours(weight: Tensor, args: argparse.Namespace, tiers: list[str]) -> Iterator[Entry]:
+    """A row per scheme, activation and tier."""
+    n, k = weight.shape
+    for scheme in args.schemes:
+        if scheme == "fp16":
+            packed, exact, group, bits = panels.pack_half(weight), weight.half().float(), k, 16
+        else:
+            q = quantize(weight, 4, args.group) if scheme == "w4a8" else quantize(weight, 8, k)
+            packed, exact, group, bits = panels.pack(q), dequantize(q), q.group_size, q.bits
+        for kind in _kinds(scheme, args.activation):
+            label = scheme.replace("a8", "a16") if kind == "none" else scheme
+            for tier in tiers:
+                name = f"lowbit {label}{f' {kind}' if label == 'w4a8' else ''} {tier}"
+                facts = {"scheme": label, "activation": kind, "tier": tier, "group": group}
+                call = partial(_our_call, packed, n, group, bits, kind, tier, args.dtype)
+                yield Entry(name, facts, packed.nbytes, call, exact)
+
+
+def _kinds(scheme: str, wanted: Sequence[str]) -> list[str]:
+    """Which activations a scheme is timed with: 8-bit rows of one group are per token whatever int8 is asked for."""
+    if scheme == "fp16":
+        return ["none"]
+    if scheme == "w8a8":
+        return [kind for kind in ("token", "none") if kind in wanted or (kind == "token" and "group" in wanted)]
+    return list(wanted)
+
+
+def _our_call(
+    packed: Tensor, n: int, group: int, bits: int, kind: str, tier: str, dtype: str, xs: Mapping[str, Tensor]
+) -> Call:
+    mine, x, activation = packed.clone(), xs[dtype], ops.ACTIVATIONS[None if kind == "none" else kind]
+    return lambda: ops.linear(x, mine, n, group, bits, activation, isa=tier)
+
+
+def peers(weight: Tensor, args: argparse.Namespace) -> Iterator[Entry]:
+    """torch's own: dense linears, and the 4-bit product that GPTQ users get on a CPU."""
+    for name in args.peers:
+        if name == "int4pack":
+            q = quantize(weight, 4, args.group)
+            try:
+                yield int4pack(q)
+            except (RuntimeError, AttributeError) as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                print(f"torch int4pack is left out: {reason}", file=sys.stderr)
+            continue
+        dense = weight.to(getattr(torch, name))
+
+        def make(xs: Mapping[str, Tensor], dense: Tensor = dense, name: str = name) -> Call:
+            mine, x = dense.clone(), xs[name]
+            return lambda: torch.nn.functional.linear(x, mine)
+
+        yield Entry(f"torch {name} linear", {"peer": name}, dense.nbytes, make, dense.float())
+
+
+def int4pack(q: QuantizedWeight) -> Entry:
+    """torch's ``_weight_int4pack_mm_for_cpu`` in bfloat16: w = (code - 8) * scale + offset, offset = (8 - zero) * scale."""
+    assert q.zeros is not None
+    aten = torch.ops.aten
+    packed = aten._convert_weight_to_int4pack_for_cpu(q.codes.int(), 1)
+    scales = q.scales.float()
+    pair = torch.stack([scales, (8 - q.zeros.float()) * scales], -1).transpose(0, 1).contiguous().bfloat16()
+    group = q.group_size
+    aten._weight_int4pack_mm_for_cpu(
+        torch.zeros(1, q.k, dtype=torch.bfloat16), packed, group, pair
+    )  # refuses odd groups here
+
+    def make(xs: Mapping[str, Tensor]) -> Call:
+        mine, scale, x = packed.clone(), pair.clone(), xs["bfloat16"]
+        return lambda: aten._weight_int4pack_mm_for_cpu(x, mine, group, scale)
+
+    facts = {"peer": "int4pack", "group": group}
+    return Entry("torch int4pack bfloat16", facts, packed.nbytes + pair.nbytes, make, dequantize(q))
+
+
+def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
+    """Round to nearest: 4 bits with zero points, 8 bits signed. Scales are what float16 holds, as in a checkpoint."""
+    n, k = weight.shape
+    if group < 1 or k % group:
+        raise FormatError(f"--group: found {group}, accepted here is a divisor of K={k}")
+    blocks = weight.reshape(n, k // group, group)
+    if bits == 8:
+        scales = (blocks.abs().amax(-1) / 127).half()
+        codes = (blocks / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
+        return QuantizedWeight(codes.reshape(n, k), scales, group, bits)
+    low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (blocks / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
+    return QuantizedWeight(codes.reshape(n, k), scales, group, bits, zeros=zeros.to(torch.uint8))
+
+
+def _case(p: Problem, entries: list[Entry], args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
+    xs = {name: p.x.to(getattr(torch, name)) for name in ("float32", "bfloat16", "float16")}
+    competitors, errors, copies = [], {}, {}
+    for entry in entries:
+        copies[entry.name] = 1 if args.in_cache else copies_needed(entry.weight_bytes)
+        calls = [entry.make(xs) for _ in range(copies[entry.name])]
+        want = p.x @ entry.exact.T
+        errors[entry.name] = float((calls[0]().float() - want).norm() / want.norm())
+        competitors.append(Competitor(entry.name, calls))
+    times = race(competitors, args.seconds, in_cache=args.in_cache)
+    base = next((entry.name for entry in entries if entry.name.startswith("lowbit")), None)
+    for entry in entries:
+        t = times[entry.name]
+        yield {
+            "bench": "layers", "name": entry.name, "n": p.n, "k": p.k, "m": p.m, "threads": threads, **entry.facts,
+            "x_dtype": entry.facts.get("peer", args.dtype).replace("int4pack", "bfloat16"),
+            "median_ms": round(t.median, 5), "min_ms": round(t.least, 5), "repeats": t.repeats,
+            "gops": round(2e-6 * p.m * p.n * p.k / t.median, 2), "weight_bytes": entry.weight_bytes,
+            "gb_per_s": round(1e-6 * entry.weight_bytes / t.median, 2), "error": float(f"{errors[entry.name]:.3g}"),
+            "ratio": round(t.median / times[base].median, 3) if base else None, "ratio_to": base,
+            "copies": copies[entry.name], "in_cache": args.in_cache,
+        }  # fmt: skip
+
+
+def text_table(lines: Sequence[dict[str, Any]]) -> str:
+    """The lines of one run as text. ``x ours`` is the median over that of the first of our rows in the same case."""
+    head = ["", "M", "threads", "median ms", "min ms", "GOPS", "GB/s", "error", "x ours", "repeats"]
+    rows = []
+    for line in lines:
+        ratio = "" if line["ratio"] is None else f"{line['ratio']:.2f}"
+        figures = [
+            f"{line['median_ms']:.4f}",
+            f"{line['min_ms']:.4f}",
+            f"{line['gops']:.1f}",
+            f"{line['gb_per_s']:.1f}",
+        ]
+        name = f"{line['n']}x{line['k']} {line['name']}"
+        rows.append(
+            [name, str(line["m"]), str(line["threads"]), *figures, f"{line['error']:.1e}", ratio, str(line["repeats"])]
+        )
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    out = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+        for row in [head, *rows]
+    ]
+    if lines:
+        first = lines[0]
+        cached = "in cache" if first["in_cache"] else "weights rotated out of cache"
+        versions = f"torch {first['torch']}, lowbit {first['lowbit']}"
+        out.append(f"{first['chip']}; {first['pages']}; {cached}; {versions}; {first['date']}")
+    return "\n".join(out)
+
+
+def _integers(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"found {min(values)}, accepted is 1 or more")
+    return values
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    pairs = [tuple(_integers(part.replace("x", ","))) for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"found {text!r}, accepted is NxK, as 4096x4096")
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _words(*accepted: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        words = [word for word in text.split(",") if word]
+        wrong = [word for word in words if word not in accepted]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"found {wrong[0]!r}, accepted are {', '.join(accepted)}")
+        return words
+
+    return parse

@@ -1,0 +1,98 @@
+"""Commands that write a checkpoint: ``quantize`` a model, ``convert`` a checkpoint to another format."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowbit.cli.show import as_json, megabytes, table
+from lowbit.types import SCHEMES, FormatError
+
+CONVERT_TO = ("gptq", "gptq_v2", "awq", "compressed-tensors", "lowbit")
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Register the two commands."""
+    one = commands.add_parser("quantize", parents=[common], help="quantize a model's linears and save it")
+    one.add_argument("model", help="directory (or cached hub id) with plain weights")
+    one.add_argument("out", help="directory to write")
+    one.add_argument("--scheme", choices=tuple(SCHEMES), default="w4a8")
+    one.add_argument("--method", choices=("rtn", "gptq"), default="gptq")
+    one.add_argument("--calibration", metavar="FILE", help="text or JSONL file (gptq)")
+    one.add_argument("--group", type=int, metavar="N", help="group size along K, -1 for one group a row")
+    one.add_argument("--symmetric", action="store_true", default=None, help="signed codes without zero points")
+    one.add_argument("--activation", choices=("group", "token", "none"), help="int8 scale per group or token; none: float")
+    one.add_argument("--tokens", type=int, metavar="N", help="calibration tokens")
+    one.add_argument("--skip", action="append", metavar="NAME", help="leave linears of this name dense (repeatable)")
+    one.add_argument("--no-channel-scales", dest="channel_scales", action="store_false", help="leave out the scale search")
+    one.add_argument("--dense-dtype", choices=("float32", "bfloat16", "float16"), help="cast what stays dense")
+    one.add_argument("--resume-dir", metavar="DIR", help="where finished blocks are kept (default: OUT.partial)")
+    one.set_defaults(run=quantize)
+
+    two = commands.add_parser("convert", parents=[common], help="write a quantized checkpoint in another format")
+    two.add_argument("model", metavar="in")
+    two.add_argument("out")
+    two.add_argument("--to", required=True, choices=CONVERT_TO)
+    two.set_defaults(run=convert)
+
+
+def quantize(args: argparse.Namespace) -> int:
+    import torch
+
+    from lowbit.cli.use import tokenizer_of
+    from lowbit.models import api
+    from lowbit.models.load import load, local_directory
+    from lowbit.models.save import save
+
+    source, out = local_directory(args.model), Path(args.out)
+    _not_the_same(source, out)
+    if args.method == "gptq" and args.scheme != "fp16" and not args.calibration:
+        raise FormatError("--calibration: found nothing, accepted is a text or JSONL file (or --method rtn)")
+    resume = Path(args.resume_dir) if args.resume_dir else out.with_name(out.name + ".partial")
+    args.after_stop = f"finished blocks are in {resume}, the same command resumes there"
+    model = load(source)
+    report = api.quantize(
+        model, args.scheme, args.method, args.calibration, tokenizer=tokenizer_of(args.model) if args.calibration else None,
+        group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=args.skip,
+        channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens, progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    save(model, out, dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None)
+    if not args.resume_dir:
+        shutil.rmtree(resume, ignore_errors=True)
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    if args.json:
+        as_json({**report.to_dict(), "out": str(out), "file_bytes": size})
+        return 0
+    table("", ["layer", "method", "error rounded", "error", "notes"], [
+        [row.name, row.method, f"{row.error_before:.4f}", f"{row.error_after:.4f}", "; ".join(row.notes)]
+        for row in report.rows
+    ])  # fmt: skip
+    print(f"{len(report.rows)} linears in {report.seconds:.0f} s; wrote {out} ({megabytes(size)} MB)")
+    return 0
+
+
+def _not_the_same(source: Path, out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise FormatError(f"{out}: found a file, accepted is a directory")
+    if out.exists() and source.resolve() == out.resolve():
+        raise FormatError(f"{out}: found the input itself, accepted is another directory")
+
+
+def convert(args: argparse.Namespace) -> int:
+    from lowbit.models.convert import convert as run
+    from lowbit.models.load import local_directory
+
+    source, out = local_directory(args.model), Path(args.out)
+    _not_the_same(source, out)
+    args.after_stop = f"{out} holds nothing unfinished"
+    result = run(source, out, args.to)
+    if args.json:
+        as_json(result._asdict())
+        return 0
+    print(f"{result.layers} linears, {result.source} -> {result.target}; wrote {out} ({megabytes(result.bytes)} MB)")
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0

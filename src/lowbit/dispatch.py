@@ -1,0 +1,72 @@
+"""Which kernel a weight gets, decided once when it is packed. Best first; the first row that takes the weight runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from . import ops
+from .types import QuantizedWeight
+
+
+class Kernel(NamedTuple):
+    """A row: ``refuses`` gives None, or the reason why this kernel cannot run the weight."""
+
+    name: str
+    layout: str
+    refuses: Callable[[QuantizedWeight, str], str | None]
+
+
+def _int_panels(bits: int) -> Callable[[QuantizedWeight, str], str | None]:
+    def refuses(q: QuantizedWeight, device: str) -> str | None:
+        if device != "cpu":
+            return f"the tensors are on {device}"
+        if q.bits != bits:
+            return f"the codes have {q.bits} bits"
+        if q.low_rank is not None or q.hadamard:
+            return "a low rank or a Hadamard is not in the CPU kernels yet"
+        if q.activation is not None and q.activation.bits == 4:
+            return "4-bit activations need INT4 tensor cores"
+        if bits == 8 and q.group_size > 66310:
+            return f"a group of {q.group_size} 8-bit codes can exceed int32"
+        return None
+
+    return refuses
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("cpu_linear_w4", "x86_panels", _int_panels(4)),
+    Kernel("cpu_linear_w8", "x86_panels", _int_panels(8)),
+    Kernel("reference", "plain", lambda q, device: None),
+)
+
+
+class Choice(NamedTuple):
+    kernel: Kernel
+    passed_over: tuple[tuple[str, str], ...]  # (name, why not)
+
+
+def choose(q: QuantizedWeight, device: str = "cpu") -> Choice:
+    passed: list[tuple[str, str]] = []
+    for kernel in KERNELS:
+        why = kernel.refuses(q, device)
+        if why is None:
+            return Choice(kernel, tuple(passed))
+        passed.append((kernel.name, why))
+    raise AssertionError("the reference takes everything")
+
+
+def tiers() -> list[tuple[str, str]]:
+    """Every tier this build knows for the CPU, with "runs", "slower" or the reason why it does not run."""
+    have, chosen = ops.cpu_isas(), ops.cpu_isa()
+    rows: list[tuple[str, str]] = []
+    above = True
+    for name in ("avx512vnni", "avxvnni", "avx2", "scalar"):
+        if name not in have:
+            rows.append((name, "this CPU lacks it"))
+        elif name == chosen:
+            rows.append((name, "runs"))
+            above = False
+        else:
+            rows.append((name, "QM_CPU_ISA lowers the choice" if above else "slower"))
+    return rows

@@ -1,0 +1,1 @@
+"""What drives a model: text decoding. Knows nothing of quantization."""

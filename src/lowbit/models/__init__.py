@@ -1,0 +1,1 @@
+"""Whole models of transformers (imported when used): load, quantize, save, explain."""

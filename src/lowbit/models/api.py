@@ -1,0 +1,174 @@
+"""Quantize a model where it stands, and say which kernels it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace as changed
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.models.calibrate import Progress, Report, quantize_model
+from lowbit.models.load import resolve_activation, untie
+from lowbit.models.recipes import linear_names, matches, recipe_for
+from lowbit.models.replace import get_linear, replace
+from lowbit.models.save import save
+from lowbit.nn import QuantLinear
+from lowbit.quantize import METHODS, Row, rtn
+from lowbit.types import SCHEMES, FormatError, Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Explanation", "Report", "explain", "quantize", "resolve_scheme", "save"]
+
+
+def resolve_scheme(
+    scheme: str | Scheme, group_size: int | None = None, symmetric: bool | None = None, activation: str | None = None
+) -> Scheme:
+    """A Scheme by name, with what the arguments change. FormatError for what no scheme has."""
+    if isinstance(scheme, str):
+        if scheme not in SCHEMES:
+            raise FormatError(f"scheme: found {scheme!r}, accepted are {', '.join(SCHEMES)}")
+        scheme = SCHEMES[scheme]
+    if group_size is not None:
+        if group_size != -1 and group_size < 1:
+            raise FormatError(f"group_size: found {group_size}, accepted are -1 (one group a row) and 1 or more")
+        scheme = changed(scheme, group_size=group_size)
+    if symmetric is not None:
+        scheme = changed(scheme, symmetric=symmetric)
+    chosen = resolve_activation(activation)
+    if chosen is not None:
+        if scheme.bits == 16 and chosen.granularity != "none":
+            raise FormatError(f"activation: found {activation!r}, accepted with scheme {scheme.name} is 'none'")
+        scheme = changed(scheme, activation=chosen)
+    return scheme
+
+
+def quantize(
+    model: PreTrainedModel,
+    scheme: str | Scheme = "w4a8",
+    method: str = "gptq",
+    calibration: str | os.PathLike[str] | Iterable[Any] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    activation: str | None = None,
+    skip: Sequence[str] | None = None,
+    channel_scales: bool = True,
+    tokens: int | None = None,
+    resume_dir: str | os.PathLike[str] | None = None,
+    progress: Progress = True,
+    **options: Any,
+) -> Report:
+    """Turn the linears of every block into QuantLinear, in place, and report on each.
+
+    ``scheme``: "w4a8", "w8a8", "w4a16", "fp16" or a Scheme; ``group_size``, ``symmetric`` and ``activation`` ("group",
+    "token", "none") change it. ``method``: "rtn" (needs no calibration) or "gptq". ``calibration``: a text or JSONL
+    file, token ids, texts or keyword arguments for the model; text needs a ``tokenizer``; about ``tokens`` tokens
+    are used. ``skip`` names linears (whole dotted names, beginnings or ends) that stay dense, by default the output
+    head; ``skip=()`` rounds the head too, to nearest, and unties it from the embedding, which keeps every bit.
+    Finished blocks are kept in ``resume_dir``: after an interruption the same call goes on there. ``options`` go to
+    ``models.calibrate.quantize_model``. Raises FormatError before anything is changed for arguments that do not fit.
+    """
+    chosen = resolve_scheme(scheme, group_size, symmetric, activation)
+    if method not in METHODS:
+        raise FormatError(f"method: found {method!r}, accepted are {', '.join(METHODS)}")
+    recipe = recipe_for(model)
+    leave = recipe.skip if skip is None else tuple(skip)
+    names = linear_names(model, recipe, leave)
+    heads = [name for name in recipe.skip if not matches(name, leave) and _has_linear(model, name)]
+    base = base_sha256(model, names + heads)
+    if chosen.bits == 16:
+        report = _to_half(model, names + heads, chosen)
+    else:
+        if tokens is not None:
+            options["tokens"] = tokens
+        quantized, report = quantize_model(
+            model, chosen, method, calibration, tokenizer, channel_scales=channel_scales, skip=leave,  # type: ignore[arg-type]
+            resume_dir=None if resume_dir is None else os.fspath(resume_dir), progress=progress, **options,
+        )  # fmt: skip
+        for name in list(quantized):
+            replace(model, name, QuantLinear.from_quantized(quantized.pop(name)))
+        for name in heads:
+            linear = get_linear(model, name)
+            q = rtn(linear.weight, chosen).with_(bias=linear.bias, activation=chosen.activation)
+            replace(model, name, QuantLinear.from_quantized(q))
+            report.rows.append(Row(name, "rtn", None, 0, float("nan"), float("nan"), ("outside the blocks",)))
+    if heads:
+        untie(model)
+    model.lowbit_made = {"method": "fp16" if chosen.bits == 16 else method, "base_sha256": base}  # type: ignore[assignment]
+    return report
+
+
+def _has_linear(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(model.get_submodule(name), nn.Linear)
+    except AttributeError:
+        return False
+
+
+def _to_half(model: nn.Module, names: list[str], scheme: Scheme) -> Report:
+    report = Report(scheme, "fp16")
+    for name in names:
+        linear = get_linear(model, name)
+        half = QuantLinear.from_linear(linear, scheme)
+        error = _relative(linear.weight.detach(), half.dequantize())
+        replace(model, name, half)
+        report.rows.append(Row(name, "fp16", None, 0, error, error, ("error of the weight",)))
+    return report
+
+
+def _relative(want: Tensor, got: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-300))
+
+
+def base_sha256(model: nn.Module, names: Sequence[str]) -> str:
+    """sha256 of the weights of these linears, rounded to float16, row-major, in this order."""
+    digest = hashlib.sha256()
+    for name in names:
+        half = get_linear(model, name).weight.detach().to("cpu", torch.float16).contiguous()
+        digest.update(half.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class Explanation(NamedTuple):
+    """One row per quantized layer: what `QuantLinear.explain` says, with the layer's name and shape."""
+
+    rows: list[dict[str, Any]]
+    dense: list[str]  # linears that stayed dense
+
+    def table(self) -> tuple[list[str], list[list[object]]]:
+        """Column names and cells."""
+        columns = ["layer", "shape", "kernel", "tier", "activation", "bits", "group", "bytes"]
+        keys = ("name", "shape", "kernel", "tier", "activation", "bits", "group_size", "bytes")
+        return columns, [[row.get(key) for key in keys] for row in self.rows]
+
+    def why_not(self) -> list[str]:
+        """Each faster kernel or tier that was passed over and the reason, once, with the number of layers."""
+        counts: dict[tuple[str, str], int] = {}
+        for row in self.rows:
+            for name, reason in row.get("passed_over", ()):
+                counts[name, reason] = counts.get((name, reason), 0) + 1
+        return [f"{name}: not used by {count} layers: {reason}" for (name, reason), count in counts.items()]
+
+    def __str__(self) -> str:
+        columns, cells = self.table()
+        lines = [columns, *([str(cell) for cell in row] for row in cells)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        dense = [f"dense: {', '.join(self.dense)}"] if self.dense else []
+        return "\n".join([*shown, *self.why_not(), *dense])
+
+
+def explain(model: nn.Module) -> Explanation:
+    """For every layer: the kernel that runs it, the tier, and why the faster ones do not. Prints as a table."""
+    rows: list[dict[str, Any]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            rows.append({"name": name, "shape": f"{module.out_features}x{module.in_features}", **module.explain()})
+    return Explanation(rows, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)])

@@ -1,0 +1,346 @@
+"""A checkpoint directory to a running model: built empty, then filled one layer at a time from the mapped file."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowbit.checkpoint import Checkpoint, open_checkpoint
+from lowbit.formats import FORMATS, Format, detect, quantized_layers
+from lowbit.models.replace import get_linear, replace
+from lowbit.nn import QuantLinear
+from lowbit.types import Activation, FormatError, QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ACTIVATIONS: dict[str, Activation] = {
+    "group": Activation(8, "group"),
+    "token": Activation(8, "token"),
+    "none": Activation(16, "none"),
+}
+
+
+def load(
+    path: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    activation: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A causal LM of transformers from a directory (or a hub id that is already cached), its linears quantized.
+
+    Reads GPTQ, AWQ, compressed-tensors, lowbit and plain weights. Quantized linears become QuantLinear, everything
+    else is cast to ``dtype``. ``activation`` is ``"group"``, ``"token"`` or ``"none"`` (float); None obeys what the
+    checkpoint declares and takes ``"group"`` where it declares nothing. The model comes in eval mode, on ``device``
+    (CPU where None). While loading, anonymous memory stays below the finished model plus its largest layer in float32.
+    Raises FormatError for anything malformed, before a weight is copied.
+    """
+    chosen = resolve_activation(activation)
+    checkpoint = open_checkpoint(local_directory(path))
+    model = build_empty(checkpoint.path, dtype)
+    plan = make_plan(model, checkpoint)
+    for name in plan.layers:  # every refusal that needs no data comes first
+        get_linear(model, name)
+    _check_names(model, plan, checkpoint)
+    for name in plan.layers:
+        replace(model, name, _quantized(model, plan, checkpoint, name, chosen))
+    for name in plan.halves:
+        replace(model, name, QuantLinear.from_linear(_dense_linear(model, plan, checkpoint, name), "fp16"))
+    _fill(model, plan, checkpoint, dtype)
+    _tie(model, plan)
+    _refuse_meta(model, checkpoint)
+    model.requires_grad_(False)
+    model.train(False)
+    _generation_config(model, checkpoint.path)
+    model.name_or_path = str(checkpoint.path)
+    model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256")}  # type: ignore[assignment]
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def resolve_activation(name: str | None) -> Activation | None:
+    """The Activation of a public name; None stays None. Raises FormatError for a word that is none of the three."""
+    if name is None:
+        return None
+    if name not in ACTIVATIONS:
+        raise FormatError(f"activation: found {name!r}, accepted are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def local_directory(path: str | os.PathLike[str]) -> Path:
+    """The directory itself, or the cached snapshot of a hub id (never downloads). FormatError where neither is there."""
+    found = Path(path)
+    if found.is_dir():
+        if not (found / "config.json").exists():
+            raise FormatError(f"{found}: found no config.json, accepted is the directory of a transformers model")
+        return found
+    if found.exists():
+        raise FormatError(f"{found}: found a file, accepted is a directory with config.json and *.safetensors")
+    name = os.fspath(path)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):
+            pass
+    raise FormatError(f"{name}: found no such directory and no cached hub model, accepted is either")
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Sends ``torch.empty`` to meta: parameters get no memory, while computed buffers (inv_freq, masks) are real."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of config.json with every parameter on meta and every non-persistent buffer computed.
+
+    ``quantization_config`` is dropped first, so transformers builds plain linears. Raises FormatError where the
+    config names no causal LM.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{path / 'config.json'}: {first_line(error)}") from error
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if part is not None and "quantization_config" in part.__dict__:
+            del part.quantization_config
+    try:
+        with _EmptyOnMeta(), quiet_transformers():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise FormatError(f"{path / 'config.json'}: {first_line(error)}") from error
+    for module in model.modules():  # small parameters made by ones() or zeros() are placeholders as well
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    return model
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's first line (other libraries write paragraphs)."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Warnings of transformers held back while it builds a model that we fill ourselves."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(40)  # errors only
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+class Plan(NamedTuple):
+    """What goes where. Keys are names in the model, values names in the file."""
+
+    format: Format | None
+    config: Mapping[str, Any]  # what the format's reader is given
+    layers: dict[str, str]  # quantized linears
+    halves: dict[str, str]  # linears kept in fp16
+    dense: dict[str, str]  # tensors
+
+
+def format_of(checkpoint: Checkpoint) -> tuple[str | None, Mapping[str, Any]]:
+    """(format name or None for plain weights, what its reader is given: for lowbit the metadata of the file)."""
+    found = detect(checkpoint.metadata or checkpoint.quantization, list(checkpoint))
+    return found, (checkpoint.metadata if found == "lowbit" else checkpoint.quantization) or {}
+
+
+# Prefixes as other exporters write them -> as the model names them; the first row that fits is taken for the whole file.
+_RENAMES: tuple[tuple[str, str], ...] = (
+    ("", ""),
+    ("model.model.", "model."),
+    ("language_model.model.", "model.language_model."),
+    ("language_model.", "model.language_model."),
+    ("model.language_model.", "model."),
+    ("", "model."),
+)
+
+
+def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
+    """Match the names of the file with those of the model. Raises FormatError for a format that is not known."""
+    names = list(checkpoint)
+    found, config = format_of(checkpoint)
+    reader = FORMATS[found] if found is not None else None
+    prefixes = quantized_layers(names, found, config) if found is not None else []
+    halves = [name for name in (config.get("fp16_layers") or ()) if found == "lowbit"]
+    inside = {f"{prefix}." for prefix in prefixes}
+    dense = [name for name in names if not _under(name, inside)]
+    modules = {name for name, _ in model.named_modules()}
+    state = set(model.state_dict())
+
+    def score(rule: tuple[str, str]) -> int:
+        hits = sum(_rename(prefix, rule) in modules for prefix in prefixes)
+        return hits + sum(_rename(name, rule) in state for name in dense)
+
+    rule = max(_RENAMES, key=score)  # the first of equals
+    return Plan(
+        reader,
+        config,
+        {_rename(name, rule): name for name in prefixes},
+        {_rename(name, rule): name for name in halves},
+        {_rename(name, rule): name for name in dense},
+    )
+
+
+def _under(name: str, prefixes: set[str]) -> bool:
+    return f"{name.rpartition('.')[0]}." in prefixes
+
+
+def _rename(name: str, rule: tuple[str, str]) -> str:
+    old, new = rule
+    if name.startswith("lm_head"):
+        return name
+    return new + name[len(old) :] if name.startswith(old) else name
+
+
+def _check_names(model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint) -> None:
+    """Refuse missing and unexpected names and wrong shapes, from headers alone."""
+    state = model.state_dict()
+    quantized = {f"{name}.{part}" for name in plan.layers for part in ("weight", "bias")}
+    for name, source in plan.layers.items():
+        linear = get_linear(model, name)
+        if linear.bias is not None and f"{source}.bias" not in checkpoint:
+            raise FormatError(f"{name}: found no bias in {checkpoint.path.name}, the architecture demands {name}.bias")
+    tied = _tied(model)
+    missing = [
+        name
+        for name in state
+        if name not in quantized and name not in plan.dense and not _tied_to_present(name, tied, plan)
+    ]
+    if missing:
+        raise FormatError(f"{checkpoint.path}: found no tensor for {_listed(missing)}, accepted is a complete model")
+    ignored = []
+    for name, source in plan.dense.items():
+        if name not in state:
+            if name.endswith(".bias") and name.removesuffix("bias") + "weight" in state:
+                raise FormatError(f"{name}: found a bias in the file, the architecture has none there")
+            if not name.endswith(("rotary_emb.inv_freq", "masked_bias", "attn.bias")):
+                ignored.append(source)
+        elif tuple(checkpoint.shape(source)) != tuple(state[name].shape):
+            found, want = list(checkpoint.shape(source)), list(state[name].shape)
+            raise FormatError(f"{source}: found shape {found}, accepted is {want} (config.json)")
+    if ignored:
+        warnings.warn(f"{checkpoint.path.name}: not part of {type(model).__name__}: {_listed(ignored)}", stacklevel=3)
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """{name: the name it shares storage with}, as config.json asks."""
+    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+
+
+def _tied_to_present(name: str, tied: Mapping[str, str], plan: Plan) -> bool:
+    partners = [tied[name]] if name in tied else [target for target, source in tied.items() if source == name]
+    return any(partner in plan.dense for partner in partners)
+
+
+def _quantized(
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str, chosen: Activation | None
+) -> QuantLinear:
+    """One linear, read, checked against the place it takes, and packed. What was read is dropped on return."""
+    assert plan.format is not None
+    q: QuantizedWeight = plan.format.read(checkpoint, plan.layers[name], plan.config)
+    linear = get_linear(model, name)
+    if (q.n, q.k) != (linear.out_features, linear.in_features):
+        want = [linear.out_features, linear.in_features]
+        raise FormatError(f"{name}: found shape {[q.n, q.k]}, accepted is {want} (config.json)")
+    q = q.with_(activation=chosen or q.activation or ACTIVATIONS["group"])
+    return QuantLinear.from_quantized(q)
+
+
+def _dense_linear(model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str) -> nn.Linear:
+    linear = get_linear(model, name)
+    for part in ("weight", "bias"):
+        if getattr(linear, part) is not None:
+            data = checkpoint[plan.dense[f"{name}.{part}"]]
+            setattr(linear, part, nn.Parameter(data, requires_grad=False))
+    return linear
+
+
+def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Put the dense tensors in, one at a time; floating point ones in ``dtype`` (mapped still where it is theirs)."""
+    for module_name, module in model.named_modules():
+        if isinstance(module, QuantLinear) or module_name in plan.halves:
+            continue
+        prefix = f"{module_name}." if module_name else ""
+        for table in (module._parameters, module._buffers):
+            for key, old in list(table.items()):
+                source = plan.dense.get(prefix + key)
+                if old is None or source is None or key in module._non_persistent_buffers_set:
+                    continue
+                data: Tensor = checkpoint[source]
+                data = data.to(dtype) if data.is_floating_point() else data
+                table[key] = nn.Parameter(data, requires_grad=False) if isinstance(old, nn.Parameter) else data
+
+
+def _tie(model: PreTrainedModel, plan: Plan) -> None:
+    """Share storage where the config ties and the file agrees; elsewhere say in the config that nothing is tied."""
+    tied = _tied(model)
+    if not tied:
+        return
+    for target, source in tied.items():
+        head = target.rpartition(".")[0]
+        apart = head in plan.layers or head in plan.halves
+        if not apart and target in plan.dense and source in plan.dense:
+            apart = not torch.equal(model.get_parameter(target), model.get_parameter(source))
+        if apart:
+            untie(model)
+            return
+    for target, source in tied.items():
+        if source not in plan.dense:  # the file holds the head only
+            source, target = target, source
+        parent, _, leaf = target.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_parameter(source))
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Say in every config of the model that the head is its own, so that ``tie_weights()`` leaves it alone."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False  # type: ignore[union-attr]
+        if hasattr(module, "all_tied_weights_keys"):
+            module.all_tied_weights_keys = {}  # type: ignore[assignment]
+
+
+def _refuse_meta(model: nn.Module, checkpoint: Checkpoint) -> None:
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise FormatError(f"{checkpoint.path}: found no data for {_listed(left)}, accepted is a complete model")
+
+
+def _generation_config(model: PreTrainedModel, path: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path / 'generation_config.json'}: {first_line(error)}") from error

@@ -1,0 +1,101 @@
+"""The work directory of a long quantization: finished blocks on disk, so that a rerun continues to the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from ..quantize import Row
+from ..types import Activation, FormatError, QuantizedWeight
+
+Finished = dict[str, tuple[QuantizedWeight, Row]]
+_FIELDS = ("codes", "scales", "zeros", "smooth")
+
+
+class WorkDirectory:
+    """Finished blocks under ``path``, valid for one ``run`` (JSON-able settings and input digests) alone."""
+
+    def __init__(self, path: str | Path, run: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        settings = json.loads(json.dumps(run))
+        record = self.path / "run.json"
+        if not record.exists():
+            _write(record, json.dumps(settings, indent=1).encode())
+            return
+        try:
+            before = json.loads(record.read_text())
+        except ValueError as error:
+            raise FormatError(f"{record}: found no JSON, accepted is what an earlier run wrote") from error
+        for field in sorted({*settings, *before}):
+            if before.get(field) != settings.get(field):
+                raise FormatError(
+                    f"{record}: {field}: found {before.get(field)!r} of an earlier run, this run has "
+                    f"{settings.get(field)!r}; use another work directory"
+                )
+
+    def load(self, index: int, linears: Mapping[str, nn.Linear]) -> Finished | None:
+        """Block ``index`` as an earlier run finished it, or None. FormatError where the weights were others then."""
+        file = self._file(index)
+        if not file.exists():
+            return None
+        with safe_open(file, framework="pt") as f:
+            meta = json.loads(f.metadata()["lowbit_block"])
+            if meta["weights"] != weights_digest(linears):
+                raise FormatError(
+                    f"{file}: weights: found another sha256 than the model's; start from the original model"
+                )
+            found: Finished = {}
+            names = set(f.keys())
+            for entry in meta["rows"]:
+                row = Row(**{**entry["row"], "notes": tuple(entry["row"]["notes"])})
+                tensors = {t: f.get_tensor(f"{row.name}.{t}") for t in _FIELDS if f"{row.name}.{t}" in names}
+                activation = Activation(*entry["activation"])
+                found[row.name] = (QuantizedWeight(**tensors, **entry["fields"], activation=activation), row)
+        return found
+
+    def save(self, index: int, digest: str, finished: Finished) -> None:
+        """Write a block whole or not at all; ``digest`` is that of its weights before they were replaced."""
+        tensors: dict[str, Tensor] = {}
+        rows = []
+        for name, (q, row) in finished.items():
+            tensors |= {f"{name}.{t}": v for t in _FIELDS if (v := getattr(q, t)) is not None}
+            rows.append(
+                {
+                    "row": row._asdict(),
+                    "fields": {"group_size": q.group_size, "bits": q.bits},
+                    "activation": tuple(q.activation or Activation(16, "none")),
+                }
+            )
+        meta = json.dumps({"weights": digest, "rows": rows})
+        _write(self._file(index), save(tensors, metadata={"lowbit_block": meta}))
+
+    def _file(self, index: int) -> Path:
+        return self.path / f"block-{index:04d}.safetensors"
+
+
+def weights_digest(linears: Mapping[str, nn.Linear]) -> str:
+    """sha256 of the names and weights of some linears."""
+    h = hashlib.sha256()
+    for name, linear in linears.items():
+        h.update(name.encode())
+        h.update(linear.weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,83 @@
+"""The compiled operators, their shapes for torch.compile, and nothing else. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "lowbit"
+_LIBRARY = Path(__file__).with_name("_C.so")
+torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+_OPS = getattr(torch.ops, NAMESPACE)
+_linear = _OPS.linear.default
+_quantize_rows = _OPS.quantize_rows.default
+
+ACTIVATIONS = {"token": 0, "group": 1, None: 2}
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear")  # type: ignore[untyped-decorator]
+def _(
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    group_size: int,
+    bits: int,
+    activation: int,
+    bias: Tensor | None = None,
+    perm: Tensor | None = None,
+    smooth: Tensor | None = None,
+    isa: str = "",
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize_rows")  # type: ignore[untyped-decorator]
+def _(x: Tensor, group_size: int = 0, isa: str = "") -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.int8)
+    if group_size:
+        return codes, x.new_empty(x.shape[0], -(-x.shape[1] // group_size), dtype=torch.float32)
+    return codes, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def cpu_isas() -> list[str]:
+    """The instruction-set tiers that this CPU can run, best first."""
+    names: str = _OPS.cpu_isas()
+    return names.split(",")
+
+
+def cpu_isa() -> str:
+    """The tier that runs: the best, or what QM_CPU_ISA lowers it to. RuntimeError where QM_CPU_ISA names none of them."""
+    name: str = _OPS.cpu_isa()
+    return name
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    group_size: int,
+    bits: int,
+    activation: int,
+    bias: Tensor | None = None,
+    perm: Tensor | None = None,
+    smooth: Tensor | None = None,
+    isa: str = "",
+) -> Tensor:
+    """y [..., n] in the dtype of x [..., K] (float32, bfloat16, float16).
+
+    ``weight``: what layouts.panels packs. ``activation``: a value of ACTIVATIONS. ``bias`` [n] and ``smooth`` [K]
+    float32, ``perm`` [K] int32. ``isa`` forces a tier by name. RuntimeError names the argument that does not fit.
+    """
+    y: Tensor = _linear(x, weight, n, group_size, bits, activation, bias, perm, smooth, isa)
+    return y
+
+
+def quantize_rows(x: Tensor, group_size: int = 0, isa: str = "") -> tuple[Tensor, Tensor]:
+    """x [M, K] -> int8 [M, K] and float32 scales [M] (or [M, G] for groups of ``group_size``)."""
+    codes, scales = _quantize_rows(x, group_size, isa)
+    return codes, scales
+
+
+cpu_isa()  # a wrong QM_CPU_ISA is an error at import, not at the first layer

@@ -1,0 +1,75 @@
+"""What is in a checkpoint, layer by layer, read by the same code that loads it."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from lowbit.checkpoint import open_checkpoint
+from lowbit.formats import FORMATS, quantized_layers
+from lowbit.models.load import format_of
+
+
+class LayerInfo(NamedTuple):
+    """One quantized linear. ``group`` is in input columns, ``bytes`` counts all its tensors in the file."""
+
+    name: str
+    format: str
+    bits: int
+    group: int
+    symmetric: bool
+    act_order: bool
+    n: int
+    k: int
+    bytes: int
+    activation: str
+    extras: str  # smoothing, low rank, Hadamard, bias
+    notes: tuple[str, ...]
+
+
+class CheckpointInfo(NamedTuple):
+    """A whole checkpoint: its quantized linears, and what else is in it."""
+
+    format: str
+    layers: list[LayerInfo]
+    dense_tensors: int
+    dense_bytes: int
+    total_bytes: int
+
+
+def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """Read every quantized linear of a directory (one at a time) and describe it. FormatError for anything malformed."""
+    checkpoint = open_checkpoint(path)
+    names = list(checkpoint)
+    total = sum(checkpoint.nbytes(name) for name in names)
+    found, config = format_of(checkpoint)
+    if found is None:
+        return CheckpointInfo("plain", [], len(names), total, total)
+    sizes: dict[str, int] = {}
+    for name in names:
+        prefix = name.rpartition(".")[0]
+        sizes[prefix] = sizes.get(prefix, 0) + checkpoint.nbytes(name)
+    layers = []
+    for prefix in quantized_layers(names, found, config):
+        q = FORMATS[found].read(checkpoint, prefix, config)
+        q.check_values(prefix)
+        extras = [
+            word
+            for word, there in (
+                ("smooth", q.smooth is not None),
+                ("low rank", q.low_rank is not None),
+                ("hadamard", bool(q.hadamard)),
+                ("bias", q.bias is not None),
+            )
+            if there
+        ]
+        declared = "-" if q.activation is None else f"{q.activation.bits} {q.activation.granularity}"
+        row = LayerInfo(
+            prefix, found, q.bits, q.group_size, q.symmetric, q.perm is not None, q.n, q.k, sizes[prefix],
+            declared, ", ".join(extras), q.notes,
+        )  # fmt: skip
+        layers.append(row)
+    quantized = sum(layer.bytes for layer in layers)
+    inside = {layer.name for layer in layers}
+    dense = [name for name in names if name.rpartition(".")[0] not in inside]
+    return CheckpointInfo(found, layers, len(dense), total - quantized, total)

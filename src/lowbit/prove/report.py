@@ -1,0 +1,183 @@
+"""One self-contained HTML page: tables and plots as inline SVG. No script, no font and no file from elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+WIDTH, HEIGHT = 640, 360  # of a plot, CSS pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 48  # margins around its frame
+COLOURS = ("#1f5fa8", "#c4541a", "#2e7d4f", "#7a3e9d", "#9a7400", "#b3264a", "#3b7f8c", "#555555")  # dark on white
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 60rem; margin: 2rem auto;
+       padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: .3rem .8rem; border-bottom: 1px solid #d4d4d4; text-align: right; }
+th { border-bottom: 2px solid #1b1b1b; font-weight: 600; }
+th:first-child, td:first-child { text-align: left; }
+figure { margin: 1.5rem 0; overflow-x: auto; }
+figcaption { color: #444; max-width: 40rem; }
+svg { display: block; max-width: 100%; height: auto; }
+svg text { font: 12px system-ui, sans-serif; fill: #333; }
+"""
+
+
+class Point(NamedTuple):
+    """One mark of a plot; an empty label writes nothing beside it."""
+
+    x: float
+    y: float
+    label: str = ""
+
+
+class _Axis(NamedTuple):
+    low: float
+    high: float
+    log: bool
+
+    def at(self, value: float) -> float:
+        """0 .. 1 along the axis."""
+        low, high, v = (math.log10(n) if self.log else n for n in (self.low, self.high, value))
+        return (v - low) / (high - low)
+
+
+def plot(
+    series: Mapping[str, Sequence[Point]],
+    x_label: str,
+    y_label: str,
+    *,
+    x_from: float | None = None,
+    y_from: float | None = None,
+    y_log: bool = False,
+) -> str:
+    """An SVG scatter plot of named series, one colour each, with a legend where there are two or more.
+
+    ``x_from`` and ``y_from`` are taken into the axis (0 shows sizes in proportion). Points that are not finite, or not
+    positive on a logarithmic axis, are left out and counted in the plot. No points at all gives an empty frame.
+    """
+    every = [point for points in series.values() for point in points]
+    shown = [p for p in every if math.isfinite(p.x) and math.isfinite(p.y) and (p.y > 0 or not y_log)]
+    x_axis = _axis([p.x for p in shown], x_from, False)
+    y_axis = _axis([p.y for p in shown], y_from, y_log)
+    inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def px(value: float) -> float:
+        return LEFT + x_axis.at(value) * inner_w
+
+    def py(value: float) -> float:
+        return TOP + (1 - y_axis.at(value)) * inner_h
+
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+    out = [f'<svg {box} role="img" aria-label="{escape(y_label)} against {escape(x_label)}">']
+    for tick in _ticks(x_axis):
+        out.append(_line(px(tick), TOP, px(tick), TOP + inner_h, "#e6e6e6"))
+        out.append(_text(px(tick), TOP + inner_h + 16, _number(tick), "middle"))
+    for tick in _ticks(y_axis):
+        out.append(_line(LEFT, py(tick), LEFT + inner_w, py(tick), "#e6e6e6"))
+        out.append(_text(LEFT - 6, py(tick) + 4, _number(tick), "end"))
+    out.append(f'<rect x="{LEFT}" y="{TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#888"/>')
+    out.append(_text(LEFT + inner_w / 2, HEIGHT - 8, x_label, "middle"))
+    out.append(
+        f'<text transform="translate(14 {TOP + inner_h / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+    )
+    for index, (name, points) in enumerate(series.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        for point in points:
+            if point not in shown:
+                continue
+            x, y = px(point.x), py(point.y)
+            title = escape(f"{point.label or name}: {_number(point.x)}, {_number(point.y)}")
+            out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" fill-opacity="0.8">')
+            out.append(f"<title>{title}</title></circle>")
+            if point.label:
+                end = x > LEFT + 0.7 * inner_w
+                out.append(_text(x - 8 if end else x + 8, y - 8, point.label, "end" if end else "start"))
+        if len(series) > 1:
+            row = TOP + 14 + 16 * index
+            out.append(f'<circle cx="{LEFT + inner_w - 108}" cy="{row - 4}" r="4" fill="{colour}"/>')
+            out.append(_text(LEFT + inner_w - 98, row, name, "start"))
+    if len(shown) < len(every):
+        out.append(_text(LEFT + 6, TOP + 14, f"{len(every) - len(shown)} points not shown", "start"))
+    out.append("</svg>")
+    return "\n".join(out)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """An HTML table; None is an empty cell. Raises ValueError where a row has another length than the columns."""
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(f"table: found a row of {len(row)} cells, accepted is {len(columns)}: {list(row)}")
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    lines = ["".join(f"<td>{'' if cell is None else escape(str(cell))}</td>" for cell in row) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def figure(svg: str, caption: str) -> str:
+    """A plot and what it shows, in words."""
+    return f"<figure>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
+
+
+def paragraph(text: str) -> str:
+    """Plain text as one paragraph."""
+    return f"<p>{escape(text)}</p>"
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """The whole page; ``parts`` are what the functions above return, in reading order."""
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def write(path: str | os.PathLike[str], html: str) -> None:
+    """Write a page, whole or not at all; folders are made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(html, "utf-8")
+    partial.replace(target)
+
+
+def _axis(values: Sequence[float], include: float | None, log: bool) -> _Axis:
+    known = [*values, *([] if include is None or (log and include <= 0) else [include])]
+    low, high = (min(known), max(known)) if known else (1.0, 10.0)
+    if log:
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
+        return _Axis(low, high if high > low else low * 10, True)
+    room = 0.08 * (high - low) or 0.5 * abs(high) or 1.0
+    return _Axis(low if low == include else low - room, high if high == include else high + room, False)
+
+
+def _ticks(axis: _Axis) -> list[float]:
+    """Round numbers inside the axis: decades, or four to ten steps of 1, 2 or 5 times a power of ten."""
+    if axis.log:
+        first, last = round(math.log10(axis.low)), round(math.log10(axis.high))
+        return [10.0**power for power in range(first, last + 1)]
+    rough = (axis.high - axis.low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(axis.low / step - 1e-9)
+    last = math.floor(axis.high / step + 1e-9)
+    return [step * i for i in range(first, last + 1)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,26 @@
+"""Algorithms: pure functions from a weight, and what was measured of its inputs, to codes."""
+
+from __future__ import annotations
+
+from .channel import ChannelScales, channel_scales
+from .gptq import Outcome, gptq, solve
+from .linears import METHODS, Method, Options, Row, effective, quantize_linears
+from .rtn import rtn
+from .stats import InputStats, NonFinite
+
+__all__ = [
+    "METHODS",
+    "ChannelScales",
+    "InputStats",
+    "Method",
+    "NonFinite",
+    "Options",
+    "Outcome",
+    "Row",
+    "channel_scales",
+    "effective",
+    "gptq",
+    "quantize_linears",
+    "rtn",
+    "solve",
+]

@@ -1,0 +1,176 @@
+"""GPTQ: round one input column at a time and let the columns still to come absorb its error.
+
+Method: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+With H = Σ x xᵀ / tokens and H⁻¹ = Uᵀ U (U upper triangular), the column order fixed:
+``e_j = (w_j - q_j) / U_jj`` and ``w_k -= U_jk e_j`` for every later k. Here the updates inside a block are taken when a
+column is reached (one matrix-vector product), and those of later blocks in one matrix product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference import dequantize
+from ..types import FormatError, QuantizedWeight, Scheme
+from .rtn import build, rtn
+from .scales import Fit, Grid, decode, encode, fit, grid_for, groups_of
+
+_BLOCK = 128  # columns
+_FIRST_DAMP, _LAST_DAMP = 1e-4, 10.0
+
+
+class Outcome(NamedTuple):
+    """What GPTQ did to one weight."""
+
+    weight: QuantizedWeight
+    damping: float | None  # of mean(diag H); None where no factorisation was had and everything is rounded to nearest
+    tried: tuple[float, ...]  # every damping tried, in order
+    kept: Tensor  # bool [N]: rows kept at round-to-nearest, because GPTQ was worse there in ||X (W - Wq)||
+
+
+def gptq(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, *, act_order: bool = True, clip: bool = True, damp: float = 0.01
+) -> QuantizedWeight:
+    """Quantize a weight [N, K] against the Hessian [K, K] of its inputs; ``notes`` say where it fell back.
+
+    ``act_order`` rounds the columns of largest H_jj first, with *static* groups: the scale of each contiguous group is
+    fitted beforehand on the columns as they are, so no permutation is left behind. Without it, columns go in
+    their own order and a group's scale is fitted when its first column is reached. ``clip`` searches each scale, a
+    column's squared error weighted by 1/U_jj². ``damp`` times mean(diag H) is added to the diagonal, ten times more
+    until H factorises. A row is never worse than round-to-nearest in ||X (W - Wq)||.
+    """
+    return solve(weight, hessian, scheme, act_order=act_order, clip=clip, damp=damp).weight
+
+
+def solve(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, *, act_order: bool = True, clip: bool = True, damp: float = 0.01
+) -> Outcome:
+    """As ``gptq``, and says what was done."""
+    w = weight.detach().float()
+    n, k = w.shape
+    if tuple(hessian.shape) != (k, k):
+        raise FormatError(f"hessian: found shape {list(hessian.shape)}, accepted is [{k}, {k}]")
+    if not bool(torch.isfinite(hessian).all()):
+        raise FormatError("hessian: found NaN or Inf, accepted are finite values")
+    plain = rtn(w, scheme)
+    h = hessian.detach().float()
+    order = torch.argsort(h.diagonal(), descending=True, stable=True) if act_order else torch.arange(k)
+    factor, damping, tried = factorise(h[order][:, order], damp)
+    if factor is None:
+        return Outcome(plain.with_(notes=(_unsolved(tried),)), None, tried, torch.ones(n, dtype=torch.bool))
+    group_size = scheme.group_of(k)
+    grid = grid_for(w, scheme, group_size)
+    codes, fits = eliminate(w.T, factor.float(), order, grid, group_size, static=act_order, clip=clip)
+    solved = build(codes, fits, grid, group_size, scheme)
+
+    worse = (output_error(w, solved, h) > output_error(w, plain, h)).cpu()
+    if rows := int(worse.sum()):
+        pick = worse[:, None]
+        solved = solved.with_(
+            codes=torch.where(pick, plain.codes, solved.codes),
+            scales=torch.where(pick, plain.scales, solved.scales),
+            zeros=None if solved.zeros is None or plain.zeros is None else torch.where(pick, plain.zeros, solved.zeros),
+            notes=(f"{rows} of {n} rows kept at round-to-nearest, where GPTQ was worse",),
+        )
+    return Outcome(solved, damping, tried, worse)
+
+
+def factorise(h: Tensor, damp: float) -> tuple[Tensor | None, float | None, tuple[float, ...]]:
+    """U [K, K] float64 with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; the damping used; every damping tried.
+
+    The damping grows tenfold until the factorisation succeeds; (None, None, tried) where it never does, and for H = 0.
+    """
+    h = h.double()
+    mean = float(h.diagonal().mean())
+    tried: list[float] = []
+    if h.shape[0] == 0 or not mean > 0:
+        return None, None, ()
+    while True:
+        tried.append(damp)
+        # R upper with H = R Rᵀ is the Cholesky factor of H read backwards; then U = R⁻¹.
+        damped = h.flip(0, 1)
+        damped.diagonal().add_(damp * mean)
+        backwards, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            upper = invert_upper(backwards.flip(0, 1))
+            if bool(torch.isfinite(upper.float()).all()) and bool((upper.diagonal().float() > 0).all()):
+                return upper, damp, tuple(tried)
+        if damp >= _LAST_DAMP:
+            return None, None, tuple(tried)
+        damp = max(damp * 10, _FIRST_DAMP)
+
+
+def invert_upper(r: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix, by halves: a third of the work of a solve against the identity."""
+    k = r.shape[0]
+    if k <= _BLOCK:
+        return torch.linalg.solve_triangular(r, torch.eye(k, dtype=r.dtype, device=r.device), upper=True)
+    m = k // 2
+    result = torch.zeros_like(r)
+    result[:m, :m], result[m:, m:] = invert_upper(r[:m, :m]), invert_upper(r[m:, m:])
+    result[:m, m:] = -(result[:m, :m] @ r[:m, m:]) @ result[m:, m:]
+    return result
+
+
+def eliminate(
+    w: Tensor, factor: Tensor, order: Tensor, grid: Grid, group_size: int, *, static: bool, clip: bool
+) -> tuple[Tensor, list[Fit]]:
+    """Codes [K, N] (w's dtype, columns in their own order) and one fit a group, from w [K, N].
+
+    ``factor`` U and ``order`` belong together: row and column j of U stand for input column order[j].
+    """
+    k = w.shape[0]
+    importance = factor.diagonal().reciprocal().square()  # in elimination order
+    importance = importance / importance.max()
+    fits: list[Fit] = []
+    if static:
+        original = torch.empty_like(importance)
+        original[order] = importance
+        fits = [fit(w[c], grid, original[c] if clip else None) for c in groups_of(k, group_size)]
+    group = (order // group_size).tolist()
+    work = w[order]  # a copy
+    errors = torch.empty(_BLOCK, w.shape[1], dtype=w.dtype, device=w.device)
+    codes = torch.empty_like(work)
+    inverse_diagonal = factor.diagonal().reciprocal().tolist()
+    for begin, end in _spans(k, k if static else group_size):
+        if not static and begin % group_size == 0:
+            columns = slice(begin, min(begin + group_size, k))
+            fits.append(fit(work[columns], grid, importance[columns] if clip else None))
+        inner = factor[begin:end, begin:end].T.contiguous()  # row i: what column i takes from those before it
+        for i in range(end - begin):
+            f = fits[group[begin + i]]
+            value = work[begin + i]
+            if i:
+                value = torch.addmv(value, errors[:i].T, inner[i, :i], alpha=-1)
+            code = encode(value, f, grid)
+            codes[begin + i] = code
+            torch.mul(value - decode(code, f), inverse_diagonal[begin + i], out=errors[i])
+        if end < k:
+            work[end:].addmm_(factor[begin:end, end:].T, errors[: end - begin], alpha=-1)
+    result = torch.empty_like(codes)
+    result[order] = codes
+    return result, fits
+
+
+def output_error(weight: Tensor, q: QuantizedWeight, hessian: Tensor) -> Tensor:
+    """Σ (x · (w - q))² / tokens of each row, float32 [N]: the square of ||X (W - Wq)||, row by row."""
+    difference = weight - dequantize(q).to(weight.device)
+    return ((difference @ hessian) * difference).sum(1).clamp_min(0)
+
+
+def _spans(k: int, period: int) -> list[tuple[int, int]]:
+    """Blocks of at most _BLOCK columns, none of which crosses a multiple of ``period``."""
+    spans = []
+    for start in range(0, k, period):
+        stop = min(start + period, k)
+        spans += [(i, min(i + _BLOCK, stop)) for i in range(start, stop, _BLOCK)]
+    return spans
+
+
+def _unsolved(tried: tuple[float, ...]) -> str:
+    if not tried:
+        return "rounded to nearest: the Hessian is zero"
+    return f"rounded to nearest: the Hessian has no factorisation with damping {', '.join(f'{d:g}' for d in tried)}"

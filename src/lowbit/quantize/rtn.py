@@ -1,0 +1,39 @@
+"""Rounding to nearest: the baseline, and what every other method must not be worse than."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import QuantizedWeight, Scheme
+from .scales import Fit, Grid, encode, fit, grid_for, groups_of
+
+
+def rtn(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
+    """Round a weight [N, K] (any float dtype) to the scheme's codes, min/max scales, no calibration.
+
+    Asymmetric ranges always contain 0. An error is at most half a step (plus what fp16 takes from the scale).
+    Scales are float16 where each is a normal fp16 number, else float32. FormatError on NaN, Inf or 16-bit schemes.
+    """
+    w = weight.detach().float()
+    group_size = scheme.group_of(w.shape[1])
+    grid = grid_for(w, scheme, group_size)
+    transposed = w.T.contiguous()
+    codes = torch.empty_like(transposed)
+    fits = []
+    for columns in groups_of(w.shape[1], group_size):
+        fits.append(fit(transposed[columns], grid))
+        codes[columns] = encode(transposed[columns], fits[-1], grid)
+    return build(codes, fits, grid, group_size, scheme)
+
+
+def build(codes: Tensor, fits: list[Fit], grid: Grid, group_size: int, scheme: Scheme) -> QuantizedWeight:
+    """Codes [K, N] in any dtype and the fit of each group -> the value that travels, on the CPU."""
+    return QuantizedWeight(
+        codes=codes.T.contiguous().to(torch.int8 if grid.symmetric else torch.uint8).cpu(),
+        scales=torch.stack([f.scale for f in fits], 1).to(grid.dtype).cpu(),
+        zeros=None if grid.symmetric else torch.stack([f.zero for f in fits], 1).to(torch.uint8).cpu(),
+        group_size=group_size,
+        bits=grid.bits,
+        activation=scheme.activation,
+    )

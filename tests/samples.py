@@ -1,0 +1,122 @@
+"""Inputs for the tests: random and extreme weights, activations, and the named patterns of the case list."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from lowbit.types import Activation, QuantizedWeight
+
+ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 129)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FILLS = ("random", "low", "high", "spread")
+
+
+def generator(*key: object) -> torch.Generator:
+    """A generator that depends on the key alone, the same in every process."""
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def weight(
+    n: int,
+    k: int,
+    group_size: int,
+    *,
+    bits: int = 4,
+    zeros: bool = True,
+    fill: str = "random",
+    perm: bool = False,
+    smooth: bool = False,
+    bias: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+    activation: Activation | None = None,
+) -> QuantizedWeight:
+    """Codes [n, k]: random, all lowest, all highest with zero 0, or the two extremes in turn; scales of both signs."""
+    g = generator(n, k, group_size, bits, zeros, fill, perm, smooth, bias)
+    group_size = k if group_size == -1 else group_size
+    groups = -(-k // group_size)
+    low, high = (0, 2**bits - 1) if zeros else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    codes = torch.randint(low, high + 1, (n, k), generator=g)
+    z = torch.randint(0, 2**bits, (n, groups), generator=g)
+    if fill == "low":
+        codes, z = torch.full_like(codes, low), torch.full_like(z, 2**bits - 1)
+    elif fill == "high":
+        codes, z = torch.full_like(codes, high), torch.zeros_like(z)
+    elif fill == "spread":
+        codes = torch.where((torch.arange(n)[:, None] + torch.arange(k)[None, :]) % 2 == 0, low, high)
+        z = torch.where(torch.arange(n)[:, None] % 2 == torch.zeros(1, groups, dtype=torch.long), 0, 2**bits - 1)
+    scales = (torch.rand(n, groups, generator=g) + 0.1) * torch.where(torch.rand(n, groups, generator=g) < 0.3, -1, 1) / 64
+    return QuantizedWeight(
+        codes=codes.to(torch.uint8 if zeros else torch.int8),
+        scales=scales.to(scale_dtype),
+        group_size=group_size,
+        bits=bits,
+        zeros=z.to(torch.uint8) if zeros else None,
+        perm=torch.randperm(k, generator=g).to(torch.int32) if perm else None,
+        smooth=(torch.rand(k, generator=g) * 2 + 0.25).half() if smooth else None,
+        bias=torch.randn(n, generator=g) if bias else None,
+        activation=activation,
+    )
+
+
+def rows(m: int, k: int, dtype: torch.dtype = torch.float32, fill: str = "random") -> Tensor:
+    """x [m, k]: Gaussian with a wide spread of row sizes, or ±c everywhere so that every int8 value is ±127."""
+    g = generator(m, k, fill)
+    if fill == "random":
+        return (torch.randn(m, k, generator=g) * torch.exp(torch.randn(m, 1, generator=g))).to(dtype)
+    if fill == "low":
+        return torch.full((m, k), -3.0, dtype=dtype)
+    if fill == "high":
+        return torch.full((m, k), 3.0, dtype=dtype)
+    sign = torch.where((torch.arange(m)[:, None] + torch.arange(k)[None, :]) % 2 == 0, 3.0, -3.0)
+    return sign.to(dtype)
+
+
+def flat(n: int, k: int, group_size: int, scales: Tensor, perm: Tensor | None = None) -> QuantizedWeight:
+    """FLAT of the case list: code 9, zero 8, so that w is its scale. scales [G] (the same for every n) or [n, G]."""
+    groups = -(-k // group_size)
+    s = (scales if scales.dim() == 2 else scales[None, :].expand(n, -1)).contiguous()
+    return QuantizedWeight(
+        codes=torch.full((n, k), 9, dtype=torch.uint8),
+        scales=s,
+        group_size=group_size,
+        bits=4,
+        zeros=torch.full((n, groups), 8, dtype=torch.uint8),
+        perm=perm,
+    )
+
+
+def ramp(n: int = 8, k: int = 32, group_size: int = 32, scale: float = 0.5, zero: int = 8) -> QuantizedWeight:
+    """RAMP of the case list: code (k + n) mod 16; with x = 1 and zero 8, y = -8 for each 32 inputs."""
+    groups = -(-k // group_size)
+    return QuantizedWeight(
+        codes=((torch.arange(k)[None, :] + torch.arange(n)[:, None]) % 16).to(torch.uint8),
+        scales=torch.full((n, groups), scale).half(),
+        group_size=group_size,
+        bits=4,
+        zeros=torch.full((n, groups), zero, dtype=torch.uint8),
+    )
+
+
+def words(nibbles: Tensor, dim: int) -> Tensor:
+    """Values 0..15 along ``dim``, eight to an int32 word, the first in the low nibble (as GPTQ packs)."""
+    v = nibbles.long().movedim(dim, -1)
+    v = v.reshape(*v.shape[:-1], -1, 8)
+    out = (v << (4 * torch.arange(8))).sum(-1)
+    return torch.where(out >= 2**31, out - 2**32, out).to(torch.int32).movedim(-1, dim)
+
+
+def word(value: int) -> int:
+    """An unsigned 32-bit pattern as the int32 that has it."""
+    return value - 2**32 if value >= 2**31 else value
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # nibble p of a word holds column AWQ_ORDER[p]
+
+
+def awq_words(values: Tensor) -> Tensor:
+    """[R, N] values 0..15 to AutoAWQ's int32 [R, N / 8]."""
+    r, n = values.shape
+    return words(values.reshape(r, n // 8, 8)[:, :, AWQ_ORDER].reshape(r, n), 1)

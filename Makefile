@@ -13,20 +13,28 @@ PACKAGE := $(VENV)/.package
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h')
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test lint check foreign clean
+LINTS := ruff format clang-format mypy imports
+
+.PHONY: demo test lint $(LINTS:%=lint-%) check foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
 
-# lint and check are both run even where one of them fails: `make -k test`.
+# `make -k test` goes on to the tests where a lint fails, and fails in the end all the same.
 test: lint check
 
-lint: $(DEPS)
-	@echo "== ruff check";          ruff check .
-	@echo "== ruff format --check"; ruff format --check .
-	@echo "== clang-format";        clang-format --dry-run -Werror $(NATIVE)
-	@echo "== mypy --strict src";   mypy
-	@echo "== import directions";   PYTHONPATH=src lint-imports
+lint: $(LINTS:%=lint-%)
+
+lint-ruff: $(DEPS)
+	ruff check .
+lint-format: $(DEPS)
+	ruff format --check .
+lint-clang-format: $(DEPS)
+	clang-format --dry-run -Werror $(NATIVE)
+lint-mypy: $(DEPS)
+	mypy
+lint-imports: $(DEPS)
+	PYTHONPATH=src lint-imports
 
 check: $(PACKAGE) $(ASSETS)
 	@echo "== pytest"

@@ -4,7 +4,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <pthread.h>
+
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,6 +56,18 @@ static cpu::Dtype dtype_of(const Tensor& x) {
       STD_TORCH_CHECK(false, "x: found dtype ", static_cast<int>(x.scalar_type()),
                       " (c10 number), accepted are float32, bfloat16, float16");
   }
+}
+
+// torch's pool does not survive a fork: a child that asked it for work would wait for threads that are not
+// there. So a child computes on the thread that called, with the same bits.
+static bool forked_child = false;
+[[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { forked_child = true; });
+template <class F>
+static void parallel(int64_t begin, int64_t end, int64_t grain, const F& f) {
+  if (forked_child)
+    f(begin, end);
+  else
+    torch::stable::parallel_for(begin, end, grain, f);
 }
 
 // Scratch that one call owns, on a cache line. Sizes are in bytes.
@@ -105,7 +121,7 @@ static void prepare(Prepared& p, const cpu::KernelTable& table) {
   if (r.m * width < 32768)
     run(0, blocks);
   else
-    torch::stable::parallel_for(0, blocks, 1 + 16384 / (table.row_block * width), run);
+    parallel(0, blocks, 1 + 16384 / (table.row_block * width), run);
 }
 
 // weight: bits 4, 8: uint8 [panels, G, group bytes]; bits 16: float16 [panels, K rounded up to 4, 16].
@@ -162,6 +178,11 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, int64_t n, int64_
         code_bytes + 128, "] for K=", k, " group ", group_size, " bits ", bits, ", found [", weight.size(0),
         ", ", weight.size(1), ", ", weight.size(2), "]");
     a.wide_scales = tail == 128;
+    const auto* first_panel = static_cast<const uint8_t*>(weight.const_data_ptr());
+    uint32_t columns = 0;
+    std::memcpy(&columns, first_panel + r.groups * a.group_bytes - 4, 4);
+    STD_TORCH_CHECK((r.groups - 1) * group_size + columns == k, "x: found K=", k, ", accepted is ",
+                    (r.groups - 1) * group_size + columns, ", the columns that were packed");
   }
 
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
@@ -177,8 +198,7 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, int64_t n, int64_
   const auto kernel = bits == 4 ? table.linear_w4 : bits == 8 ? table.linear_w8 : table.linear_f16;
   const int64_t work =
       r.groups * r.padded * cpu::kPanel * m;  // products of one panel; a chunk gets at least 64 k
-  torch::stable::parallel_for(0, panels, 1 + 65536 / work,
-                              [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  parallel(0, panels, 1 + 65536 / work, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
   return y;
 }
 
@@ -203,7 +223,7 @@ static std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x_in, int64_t grou
   auto* s = static_cast<float*>(scales.mutable_data_ptr());
   const int64_t row_bytes = r.k * (r.dtype == cpu::Dtype::kFloat32 ? 4 : 2), width = r.groups * r.padded;
   const auto* base = static_cast<const char*>(x.const_data_ptr());
-  torch::stable::parallel_for(0, r.m, 1 + 16384 / r.k, [&](int64_t begin, int64_t end) {
+  parallel(0, r.m, 1 + 16384 / r.k, [&](int64_t begin, int64_t end) {
     const Buffer scratch = allocate(width * 4), padded = allocate(width), sums = allocate(r.groups * 4);
     for (int64_t m = begin; m < end; ++m) {
       cpu::Rows row = r;

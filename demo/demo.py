@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PROMPT = "Explain in two sentences why the sky is blue."
 SKIP, TOKENS, CONTEXT = 60000, 8192, 1024  # wiki tokens that are examined
 CALIBRATION = 8192  # c4 tokens that are calibrated on
-PREFILL, DECODE, ROUNDS = 512, 48, 3
+PREFILL, DECODE, ROUNDS = 256, 32, 3
 ROWS = {  # name -> (folder, dtype for transformers; None loads with lowbit)
     "torch float32": ("float32", "float32"),
     "torch bfloat16": ("bfloat16", "bfloat16"),
@@ -245,7 +245,7 @@ def remarks(results: dict[str, Any]) -> list[str]:
     )
     lines.append(
         f"Perplexity: wiki tokens from {SKIP} on, windows of {CONTEXT}, no BOS. Prefill of {PREFILL} tokens, {DECODE} "
-        f"decoded after 32; medians of {ROUNDS}, in turns. {results['threads']} threads on {results['chip']} "
+        f"decoded after 32; medians of {ROUNDS}, in turns. {results['threads']} thread{'s' * (results['threads'] > 1)} on {results['chip']} "
         f"({' '.join(results['flags'])}), torch {results['torch']}, {results['date']}."
     )
     if any(row["by_float32"] for row in rows.values()):

@@ -27,8 +27,8 @@ import lowbit
 class Bfloat16ByFloat32(TorchFunctionMode):
     """bfloat16 linears on a CPU without bfloat16 instructions: float32 products of the bfloat16 values, rounded once.
 
-    What such instructions compute, up to the order of the float32 sums; torch's own fallback does the same at a tenth
-    of the speed. For perplexity only, never where time is measured.
+    What such instructions compute, up to the order of the float32 sums. torch's own fallback is several times slower and
+    sums in another order: perplexity 20.08 against 20.03 here on 511 wiki tokens. Never used where time is measured.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,6 @@ class Worker:
             group_size=64,
             tokens=tokens,
             progress=self.tell,
-            resume_dir=f"{out}.blocks",
         )
         lowbit.save(model, out, dtype=torch.float16)
         layers = [{"name": r.name, "error": r.error_after, "rtn_error": r.error_before} for r in report.rows]

@@ -118,7 +118,11 @@ def linear(
     if activation == "group":
         y = acc if b is None else acc + b
     else:
-        y = sa[:, :1] * acc if b is None else fma(acc, np.broadcast_to(sa[:, :1], acc.shape), np.broadcast_to(b, acc.shape))
+        y = (
+            sa[:, :1] * acc
+            if b is None
+            else fma(acc, np.broadcast_to(sa[:, :1], acc.shape), np.broadcast_to(b, acc.shape))
+        )
     return torch.from_numpy(np.ascontiguousarray(y)).to(x.dtype)
 
 
@@ -146,7 +150,9 @@ def linear_fraction(
     return y.to(x.dtype)
 
 
-def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, perm: Tensor | None = None) -> Tensor:
+def dequantize(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, perm: Tensor | None = None
+) -> Tensor:
     """W [N, K] in float64, in the order of the input's columns."""
     g = torch.from_numpy(group_of(codes.shape[1], group_size))
     z = 0.0 if zeros is None else zeros.double()[:, g]

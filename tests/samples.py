@@ -47,7 +47,9 @@ def weight(
     elif fill == "spread":
         codes = torch.where((torch.arange(n)[:, None] + torch.arange(k)[None, :]) % 2 == 0, low, high)
         z = torch.where(torch.arange(n)[:, None] % 2 == torch.zeros(1, groups, dtype=torch.long), 0, 2**bits - 1)
-    scales = (torch.rand(n, groups, generator=g) + 0.1) * torch.where(torch.rand(n, groups, generator=g) < 0.3, -1, 1) / 64
+    scales = (
+        (torch.rand(n, groups, generator=g) + 0.1) * torch.where(torch.rand(n, groups, generator=g) < 0.3, -1, 1) / 64
+    )
     return QuantizedWeight(
         codes=codes.to(torch.uint8 if zeros else torch.int8),
         scales=scales.to(scale_dtype),

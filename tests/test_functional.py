@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import AWQ_ORDER, DTYPES, awq_words, generator, rows, weight, word, words
 from torch import Tensor
 
+import oracle
 from lowbit import functional as F
+from samples import AWQ_ORDER, DTYPES, awq_words, generator, rows, weight, word, words
 
 
 def gptq(codes: Tensor, zeros: Tensor, scales: Tensor, offset: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +38,7 @@ def test_pack_then_dequantize_gives_the_weight(dtype: torch.dtype, n: int, k: in
     assert q.zeros is not None
     packed = F.pack_w4(q.codes, q.scales, q.zeros, g)
     got = F.dequant_w4(packed, q.scales, q.zeros, g)
-    assert got.dtype == torch.float32
+    assert got.dtype == torch.float32 and got.shape == (n, k)
     want = oracle.dequantize(q.codes, q.scales, q.zeros, g).float()  # one product of float32: one rounding
     assert torch.equal(got, want)
 
@@ -135,7 +135,9 @@ def test_a_stored_15_warns_and_the_borrow_comes_out_right() -> None:
     assert torch.equal(zeros(0x3210F850, 0).long()[:, 0], want)
     with pytest.warns(UserWarning, match="15"):
         assert torch.equal(zeros(0x20FFE73F, 1).long()[:, 0], want)
-    with pytest.warns(UserWarning, match="15"):  # written nibble by nibble: not what the whole word means, hence the warning
+    with pytest.warns(
+        UserWarning, match="15"
+    ):  # written nibble by nibble: not what the whole word means, hence the warning
         assert zeros(0x210FE74F, 1).long()[:, 0].tolist() == [0, 6, 8, 15, 0, 2, 2, 3]
 
 
@@ -188,7 +190,11 @@ def test_the_awq_words_of_the_test_are_those_of_the_case_list() -> None:
 
 
 def test_from_awq_refuses() -> None:
-    qweight, qzeros, scales = torch.zeros(32, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 8).half()
+    qweight, qzeros, scales = (
+        torch.zeros(32, 1, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.ones(1, 8).half(),
+    )
     F.from_awq(qweight, qzeros, scales)
     for bad in (
         (qweight[:, :0], qzeros, scales),
@@ -221,7 +227,9 @@ def test_quantize_activation_rounds_half_to_even() -> None:
 
 def test_quantize_activation_of_nothing_tiny_and_broken_rows() -> None:
     tiny = 2.0**-100
-    x = torch.tensor([[0.0, 0.0], [tiny / 2, -tiny / 2], [tiny, -tiny], [float("nan"), 1.0], [float("-inf"), 1.0], [1.0, 2.0]])
+    x = torch.tensor(
+        [[0.0, 0.0], [tiny / 2, -tiny / 2], [tiny, -tiny], [float("nan"), 1.0], [float("-inf"), 1.0], [1.0, 2.0]]
+    )
     q, sa = F.quantize_activation(x)
     sa = sa.reshape(-1)
     assert q[0].tolist() == q[1].tolist() == [0, 0] and sa[0] == 0 and sa[1] == 0
@@ -293,7 +301,12 @@ def test_w8a8_linear_takes_a_column_of_scales_and_refuses_other_shapes() -> None
     q = weight(16, 64, -1, bits=8, zeros=False, scale_dtype=torch.float32)
     x, s = torch.randn(3, 64), q.scales
     assert oracle.same_bits(F.w8a8_linear(x, q.codes, s), F.w8a8_linear(x, q.codes, s.reshape(-1)))
-    for bad in ((x[:, :63], q.codes, s), (x, q.codes, s[:15]), (x, q.codes.float(), s), (x, q.codes, s, torch.zeros(15))):
+    for bad in (
+        (x[:, :63], q.codes, s),
+        (x, q.codes, s[:15]),
+        (x, q.codes.float(), s),
+        (x, q.codes, s, torch.zeros(15)),
+    ):
         with pytest.raises((ValueError, TypeError, RuntimeError), match="found|accepted|expected|got"):
             F.w8a8_linear(*bad)
 

@@ -6,17 +6,17 @@ import itertools
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import DTYPES, FILLS, ROWS, generator, rows, weight
 from torch import Tensor
 
+import oracle
 from lowbit import layouts, ops, reference
-from lowbit.layouts import panels
+from lowbit.layouts import arm_panels, panels
 from lowbit.types import QuantizedWeight
+from samples import DTYPES, FILLS, ROWS, generator, rows, weight
 
 TIERS = ops.cpu_isas()
 CODES = {"token": 0, "group": 1, None: 2}
@@ -37,11 +37,14 @@ def exact(x: Tensor, q: QuantizedWeight, activation: str) -> Tensor:
 # ---- the oracle itself -----------------------------------------------------------------------------------------------
 def test_the_fast_fma_of_the_oracle_is_the_rational_one() -> None:
     r = np.random.default_rng(0)
-    a, b, c = (r.standard_normal(3000).astype(np.float32) * np.exp2(r.integers(-60, 60, 3000)).astype(np.float32) for _ in range(3))
+    a, b, c = (
+        r.standard_normal(3000).astype(np.float32) * np.exp2(r.integers(-40, 40, 3000)).astype(np.float32)
+        for _ in range(3)
+    )
     c[:1000] = -(a[:1000] * b[:1000])  # cancellation: what is left is the rounding error of the product
     c[1000:1500] = (a[1000:1500] * b[1000:1500]) * np.float32(2.0**24)  # the product is a tie or near one
-    a[1500:1700] *= np.float32(2.0**-60)  # results among the subnormals
-    b[1500:1700] *= np.float32(2.0**-30)
+    a[1500:1700] *= np.float32(2.0**-70)  # results among the subnormals
+    b[1500:1700] *= np.float32(2.0**-70)
     c[1500:1700] = 0
     got = oracle.fma(a, b, c)
     want = np.array([oracle.fma_fraction(*v) for v in zip(a, b, c, strict=True)])
@@ -68,17 +71,24 @@ def test_the_fast_oracle_is_the_rational_one(bits: int, activation: str) -> None
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 def test_every_layout_has_a_test_here() -> None:
-    assert set(layouts.LAYOUTS) == {"x86_panels", "half_panels"}
+    assert set(layouts.LAYOUTS) == {"x86_panels", "arm_panels", "half_panels"}
 
 
-@given(n=st.integers(1, 50), k=st.integers(1, 150), g=st.integers(1, 150), bits=st.sampled_from([4, 8]), zeros=st.booleans())
+@given(
+    n=st.integers(1, 50),
+    k=st.integers(1, 150),
+    g=st.integers(1, 150),
+    bits=st.sampled_from([4, 8]),
+    zeros=st.booleans(),
+)
 def test_panels_round_trip(n: int, k: int, g: int, bits: int, zeros: bool) -> None:
     for scale_dtype in DTYPES:
         q = weight(n, k, min(g, k), bits=bits, zeros=zeros, scale_dtype=scale_dtype)
-        codes, scales, back = panels.unpack(panels.pack(q), n, k, q.group_size, bits, symmetric=not zeros)
-        assert torch.equal(codes, q.codes) and codes.dtype == q.codes.dtype
-        assert torch.equal(scales.float(), q.scales.float())
-        assert back is None if q.zeros is None else back is not None and torch.equal(back, q.zeros)
+        for layout in (panels, arm_panels):
+            codes, scales, back = layout.unpack(layout.pack(q), n, k, q.group_size, bits, symmetric=not zeros)
+            assert torch.equal(codes, q.codes) and codes.dtype == q.codes.dtype
+            assert torch.equal(scales.float(), q.scales.float())
+            assert back is None if q.zeros is None else back is not None and torch.equal(back, q.zeros)
 
 
 @given(n=st.integers(1, 50), k=st.integers(1, 90))
@@ -102,7 +112,8 @@ def test_where_each_code_lies(bits: int) -> None:
         group, inside = divmod(column, g)
         line, place = divmod(inside, per_line)
         byte = 64 * line + 4 * (row % 16) + place % 4
-        assert packed.nonzero().tolist() == [[row // 16, group, byte]]
+        lines = packed[:, :, :code_bytes]
+        assert lines.nonzero().tolist() == [[row // 16, group, byte]]
         assert packed[row // 16, group, byte] == (5 << 4 if place >= 4 else 5)
 
 
@@ -122,11 +133,19 @@ def test_where_scales_and_zeros_lie(wide: bool) -> None:
         assert number.item() == scales[row, group].item()
         assert tail[16 * size + row % 16] == 11
         expected = int((number.view(torch.uint8) != 0).sum()) + 1
-        assert int((packed != 0).sum()) == expected  # and nothing anywhere else
+        assert int((packed[:, :, : 256 + 16 * size + 16] != 0).sum()) == expected  # and nothing anywhere else
 
 
 def test_scales_are_never_rounded_in_silence() -> None:
-    for value, tail in ((0.5, 64), (2.0**-24, 64), (65504.0, 64), (98304.0, 128), (1e-9, 128), (2.0**-25, 128), (1 / 3, 128)):
+    for value, tail in (
+        (0.5, 64),
+        (2.0**-24, 64),
+        (65504.0, 64),
+        (98304.0, 128),
+        (1e-9, 128),
+        (2.0**-25, 128),
+        (1 / 3, 128),
+    ):
         q = QuantizedWeight(torch.ones(16, 32, dtype=torch.int8), torch.full((16, 1), value), 32, 4)
         packed = panels.pack(q)
         assert packed.shape[2] == 256 + tail, value
@@ -145,14 +164,35 @@ shapes = {
 @every_tier
 @every_dtype
 @pytest.mark.parametrize("activation", ["token", "group"])
-@given(**shapes, bits=st.sampled_from([4, 8]), zeros=st.booleans(), extras=st.integers(0, 7), fill=st.sampled_from(FILLS))
+@given(
+    **shapes, bits=st.sampled_from([4, 8]), zeros=st.booleans(), extras=st.integers(0, 7), fill=st.sampled_from(FILLS)
+)
 def test_integer_kernels_are_the_oracle(
-    isa: str, dtype: torch.dtype, activation: str, m: int, n: int, k: int, g: int, bits: int, zeros: bool, extras: int, fill: str
+    isa: str,
+    dtype: torch.dtype,
+    activation: str,
+    m: int,
+    n: int,
+    k: int,
+    g: int,
+    bits: int,
+    zeros: bool,
+    extras: int,
+    fill: str,
 ) -> None:
     g = k if g == -1 else min(g, k)
     scale_dtype = DTYPES[(m + n) % 3]
     q = weight(
-        n, k, g, bits=bits, zeros=zeros, fill=fill, perm=bool(extras & 1), smooth=bool(extras & 2), bias=bool(extras & 4), scale_dtype=scale_dtype
+        n,
+        k,
+        g,
+        bits=bits,
+        zeros=zeros,
+        fill=fill,
+        perm=bool(extras & 1),
+        smooth=bool(extras & 2),
+        bias=bool(extras & 4),
+        scale_dtype=scale_dtype,
     )
     x = rows(m, k, dtype, fill)
     got, want = run(x, q, activation, isa), exact(x, q, activation)
@@ -190,14 +230,14 @@ def test_the_longest_8_bit_group(isa: str) -> None:
 @pytest.mark.parametrize("activation", ["token", "group", None])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tiers_are_scalar_at_every_m(bits: int, activation: str | None, dtype: torch.dtype) -> None:
-    n, k = 79, 333
+    n, k = 70, 165
     for index, (g, fill) in enumerate(itertools.product((8, 32, 128, -1), FILLS)):
         q = weight(n, k, g, bits=bits, fill=fill, perm=index % 2 == 0, smooth=index % 3 == 0, bias=index % 4 != 0)
         packed = panels.pack(q)
         x = rows(max(ROWS), k, dtype, fill)
         whole = run(x, q, activation, "scalar", packed)
         for tier in TIERS:
-            for m in ROWS:
+            for m in ROWS if tier != "scalar" else (1, 5):
                 got = run(x[:m], q, activation, tier, packed)
                 assert oracle.same_bits(got, whole[:m]), (tier, m, g, fill)
 
@@ -245,7 +285,9 @@ def float_oracle(x: Tensor, q: QuantizedWeight) -> Tensor:
         part = np.zeros_like(total)
         for j in range(g * q.group_size, min(q.k, (g + 1) * q.group_size)):
             code = w[:, j] - (0 if q.zeros is None else q.zeros.numpy().astype(np.int64)[:, g])
-            part = oracle.fma(np.broadcast_to(xs[:, j, None], part.shape), np.broadcast_to(code.astype(np.float32), part.shape), part)
+            part = oracle.fma(
+                np.broadcast_to(xs[:, j, None], part.shape), np.broadcast_to(code.astype(np.float32), part.shape), part
+            )
         total = oracle.fma(part, np.broadcast_to(s[None, :, g], total.shape), total)
     if q.bias is not None:
         total = total + q.bias.numpy()
@@ -254,10 +296,28 @@ def float_oracle(x: Tensor, q: QuantizedWeight) -> Tensor:
 
 @every_tier
 @every_dtype
-@given(m=st.sampled_from([1, 2, 5, 9]), n=st.integers(1, 40), k=st.integers(1, 100), g=st.sampled_from([1, 8, 20, 32, -1]), bits=st.sampled_from([4, 8]), extras=st.integers(0, 15))
-def test_float_activations(isa: str, dtype: torch.dtype, m: int, n: int, k: int, g: int, bits: int, extras: int) -> None:
+@given(
+    m=st.sampled_from([1, 2, 5, 9]),
+    n=st.integers(1, 40),
+    k=st.integers(1, 100),
+    g=st.sampled_from([1, 8, 20, 32, -1]),
+    bits=st.sampled_from([4, 8]),
+    extras=st.integers(0, 15),
+)
+def test_float_activations(
+    isa: str, dtype: torch.dtype, m: int, n: int, k: int, g: int, bits: int, extras: int
+) -> None:
     g = k if g == -1 else min(g, k)
-    q = weight(n, k, g, bits=bits, perm=bool(extras & 1), smooth=bool(extras & 2), bias=bool(extras & 4), zeros=bool(extras & 8))
+    q = weight(
+        n,
+        k,
+        g,
+        bits=bits,
+        perm=bool(extras & 1),
+        smooth=bool(extras & 2),
+        bias=bool(extras & 4),
+        zeros=bool(extras & 8),
+    )
     x = rows(m, k, dtype)
     got = run(x, q, None, isa)
     assert oracle.same_bits(got, float_oracle(x, q))
@@ -283,7 +343,9 @@ def test_half_storage(isa: str, dtype: torch.dtype, m: int, n: int, k: int, bias
     part = np.zeros((m, n), np.float32)
     xs, ws = oracle.prepare(x), w.float().numpy()
     for j in range(k):
-        part = oracle.fma(np.broadcast_to(xs[:, j, None], part.shape), np.broadcast_to(ws[None, :, j], part.shape), part)
+        part = oracle.fma(
+            np.broadcast_to(xs[:, j, None], part.shape), np.broadcast_to(ws[None, :, j], part.shape), part
+        )
     want = torch.from_numpy(part if b is None else part + b.numpy()).to(dtype)
     assert oracle.same_bits(got, want)
 

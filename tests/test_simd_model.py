@@ -39,14 +39,27 @@ pytestmark = [
 
 
 def compile_(source: Path, target: Path, *flags: str) -> Path:
-    command = [str(COMPILER), "-std=c++20", "-O1", "-ffp-contract=off", f"-I{CPU}", *flags, "-c", str(source), "-o", str(target)]
+    command = [
+        str(COMPILER),
+        "-std=c++20",
+        "-O1",
+        "-ffp-contract=off",
+        f"-I{CPU}",
+        *flags,
+        "-c",
+        str(source),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
 
 
 def link(objects: list[Path], target: Path) -> Path:
-    done = subprocess.run([str(COMPILER), *map(str, objects), "-o", str(target)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(COMPILER), *map(str, objects), "-o", str(target)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return target
 
@@ -65,7 +78,9 @@ def common(folder: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def program(folder: Path, common: list[Path]) -> Path:
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(compile_, CPU / "isa" / f"{t}.cpp", folder / f"{t}.o", *flags) for t, flags in TIERS.items()]
+        jobs = [
+            pool.submit(compile_, CPU / "isa" / f"{t}.cpp", folder / f"{t}.o", *flags) for t, flags in TIERS.items()
+        ]
         return link([*common, *(j.result() for j in jobs)], folder / "compare")
 
 

@@ -1,16 +1,26 @@
 // Which table runs. Compiled for the oldest CPU we serve; the only file that asks what this one can do.
 #include <cstring>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "kernels.h"
 
 namespace lowbit::cpu {
 
-// The place of amx is before avx512vnni; neon, dotprod and i8mm get an aarch64 branch of their own.
+// The place of amx is before avx512vnni.
 static const KernelTable* const kBestFirst[] = {
 #if defined(__x86_64__)
     &kAvx512VnniTable,
     &kAvxVnniTable,
     &kAvx2Table,
+#elif defined(__aarch64__)
+    &kI8mmTable,
+    &kDotprodTable,
+    &kNeonTable,
 #endif
     &kScalarTable,
 };
@@ -38,6 +48,14 @@ static bool has_f16c() {
 }
 #endif
 
+#if defined(__aarch64__) && defined(__APPLE__)
+static bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+#endif
+
 static unsigned cpu_has() {
   unsigned has = kNothing;
 #if defined(__x86_64__)
@@ -48,6 +66,13 @@ static unsigned cpu_has() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512vnni"))
     has |= kAvx512Vnni;
+#elif defined(__aarch64__) && defined(__linux__)
+  // HWCAP_ASIMDDP and HWCAP2_I8MM by number: the headers of older systems lack the names.
+  if (getauxval(AT_HWCAP) >> 20 & 1) has |= kDotprod;
+  if ((has & kDotprod) && (getauxval(AT_HWCAP2) >> 13 & 1)) has |= kI8mm;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  if (has_feature("hw.optional.arm.FEAT_DotProd")) has |= kDotprod;
+  if ((has & kDotprod) && has_feature("hw.optional.arm.FEAT_I8MM")) has |= kI8mm;
 #endif
   return has;
 }

@@ -8,15 +8,21 @@ namespace lowbit::cpu {
 // that are padded to a multiple of 32. One group of one panel, in the order the kernel reads it
 // (docs/layouts.md draws it):
 //
-//   codes    4 bit: [padded / 8] lines of 64 B, byte 4n + j = code[n][k + j] | code[n][k + 4 + j] << 4
+//   codes    x86:
+//            4 bit: [padded / 8] lines of 64 B, byte 4n + j = code[n][k + j] | code[n][k + 4 + j] << 4
 //            8 bit: [padded / 4] lines of 64 B, byte 4n + j = code[n][k + j]
+//            aarch64:
+//            4 bit: [padded / 16] lines of 128 B, byte 8n + j = code[n][k + j] | code[n][k + 8 + j] << 4
+//            8 bit: [padded / 8] lines of 128 B, byte 8n + j = code[n][k + j]
 //   scales   [16] float16, or float32 where float16 cannot hold them
-//   zeros    [16] uint8, then padding up to the next 64 B
+//   zeros    [16] uint8, then padding up to the next 64 B, whose last 4 B are the columns of the group,
+//   uint32
 //
 // Codes are unsigned: a signed weight has 8 (128) added and that zero point.
 constexpr int64_t kPanel = 16;
 constexpr int64_t kStep = 32;
 constexpr int kStripPanels = 4;  // panels that stay in L2 while all rows of x pass over them
+constexpr int kUnit = 4;  // columns of a row of x that stay together; a tier may have its own (kUnit in isa/)
 
 enum class Dtype : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 enum class Granularity : int { kToken = 0, kGroup = 1, kNone = 2 };
@@ -34,7 +40,7 @@ struct Rows {
   const int32_t* perm;      // [k] or null: column j of the weight reads x[perm[j]]
   const float* smooth;      // [k] or null: x is divided by it, before perm
   Granularity granularity;  //
-  int8_t* codes;            // token, group: per block [groups * padded / 4, mb, 4]
+  int8_t* codes;            // token, group: per block [groups * padded / kUnit, mb, kUnit]
   int32_t* sums;            // token, group: per block [groups, mb], sum of the codes of a group
   float* scales;            // token: [m]; group: per block [groups, mb]
   float* floats;            // none: per block [groups * padded, mb]
@@ -51,7 +57,7 @@ struct LinearArgs {
   void* y;                // [m, n] of rows->dtype
 };
 
-enum Needs : unsigned { kNothing = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512Vnni = 4 };
+enum Needs : unsigned { kNothing = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512Vnni = 4, kDotprod = 1, kI8mm = 2 };
 
 struct KernelTable {
   const char* name;  // the word a person types: "scalar", "avx2", ...
@@ -67,6 +73,8 @@ struct KernelTable {
 extern const KernelTable kScalarTable;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Table, kAvxVnniTable, kAvx512VnniTable;
+#elif defined(__aarch64__)
+extern const KernelTable kNeonTable, kDotprodTable, kI8mmTable;
 #endif
 
 // Best first. pick("") is the best table this CPU (and QM_CPU_ISA) allows; a name that cannot run gives

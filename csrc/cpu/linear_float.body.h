@@ -23,7 +23,10 @@ static inline void float_tile(const LinearArgs& a, int64_t first_row, int64_t pa
     if (W::kScaled)
       for (int p = 0; p < P; ++p) tail[p] = load_tail(codes_end + p * panel_bytes, a.wide_scales);
     const uint8_t* line = w;
-    for (int64_t k = 0; k < r.padded; k += W::kColumns, line += W::kBytes)
+    for (int64_t k = 0; k < r.padded; k += W::kColumns, line += W::kBytes) {
+      if constexpr (MB <= 4 && kPrefetch > 0)
+        for (int p = 0; p < P; ++p)
+          for (int b = 0; b < W::kBytes; b += 64) __builtin_prefetch(line + p * panel_bytes + kPrefetch + b);
 #pragma GCC unroll 8
       for (int j = 0; j < W::kColumns; ++j, x += MB) {
         F weight[P][kVecs];
@@ -37,6 +40,7 @@ static inline void float_tile(const LinearArgs& a, int64_t first_row, int64_t pa
             for (int v = 0; v < kVecs; ++v) part[m][p][v] = fma(broadcast, weight[p][v], part[m][p][v]);
         }
       }
+    }
     for (int m = 0; m < MB; ++m)
       for (int p = 0; p < P; ++p)
         for (int v = 0; v < kVecs; ++v) {

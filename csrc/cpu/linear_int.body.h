@@ -61,6 +61,8 @@ static inline void int_tile(const LinearArgs& a, int64_t first_row, int64_t pane
     for (int64_t k = 0; k < r.padded; k += kStep) {
 #pragma GCC unroll 8
       for (int l = 0; l < W::kLines; ++l, line += 64, x += MB * W::kDwords * 4) {
+        if constexpr (MB <= 4 && kPrefetch > 0)
+          for (int p = 0; p < P; ++p) __builtin_prefetch(line + p * panel_bytes + kPrefetch);
         typename W::Line code[P][kVecs];
         for (int p = 0; p < P; ++p)
           for (int v = 0; v < kVecs; ++v) code[p][v] = W::load(line + p * panel_bytes + v * kLanes * 4);

@@ -42,11 +42,12 @@ static inline float scale_of(const float* x, int64_t n, float& inverse) {
   return amax / 127.f;
 }
 
-// 16 values a step to int8; the dwords of a row stand `mb` apart. Returns the sum of the codes.
+// 16 values a step to int8; the units of a row (kUnit columns) stand `mb` apart. Returns the sum of the
+// codes.
 static inline int32_t quantize_group(const float* x, int64_t n, float inverse, int8_t* codes, int mb) {
-  alignas(16) int8_t four[kPanel];
+  alignas(16) int8_t sixteen[kPanel];
   if (inverse == 0.f) {
-    for (int64_t j = 0; j < n / 4; ++j) __builtin_memset(codes + j * mb * 4, 0, 4);
+    for (int64_t j = 0; j < n / kUnit; ++j) __builtin_memset(codes + j * mb * kUnit, 0, kUnit);
     return 0;
   }
   const F scale = splat(inverse);
@@ -60,8 +61,9 @@ static inline int32_t quantize_group(const float* x, int64_t n, float inverse, i
     if (mb == 1) {
       store_codes16(codes + j, q);
     } else {
-      store_codes16(four, q);
-      for (int i = 0; i < 4; ++i) __builtin_memcpy(codes + (j / 4 + i) * mb * 4, four + 4 * i, 4);
+      store_codes16(sixteen, q);
+      for (int i = 0; i < kPanel / kUnit; ++i)
+        __builtin_memcpy(codes + (j / kUnit + i) * mb * kUnit, sixteen + kUnit * i, kUnit);
     }
   }
   return reduce_add(sum);
@@ -79,7 +81,7 @@ static void quantize_rows(const Rows& r, int64_t block_begin, int64_t block_end)
         for (int64_t j = 0; j < width; ++j) out[j * mb] = x[j];
         continue;
       }
-      int8_t* codes = r.codes + first * width + 4 * i;
+      int8_t* codes = r.codes + first * width + kUnit * i;
       int32_t* sums = r.sums + first * r.groups + i;
       float inverse = 0.f;
       if (r.granularity == Granularity::kToken) r.scales[first + i] = scale_of(x, width, inverse);

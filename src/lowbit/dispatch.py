@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from . import ops
@@ -17,27 +18,29 @@ class Kernel(NamedTuple):
     refuses: Callable[[QuantizedWeight, str], str | None]
 
 
-def _int_panels(bits: int) -> Callable[[QuantizedWeight, str], str | None]:
-    def refuses(q: QuantizedWeight, device: str) -> str | None:
-        if device != "cpu":
-            return f"the tensors are on {device}"
-        if q.bits != bits:
-            return f"the codes have {q.bits} bits"
-        if q.low_rank is not None or q.hadamard:
-            return "a low rank or a Hadamard is not in the CPU kernels yet"
-        if q.activation is not None and q.activation.bits == 4:
-            return "4-bit activations need INT4 tensor cores"
-        if bits == 8 and q.group_size > 66310:
-            return f"a group of {q.group_size} 8-bit codes can exceed int32"
-        return None
+# Functions of the module, no closures: a layer keeps its Choice and must be picklable.
+def _int_panels(bits: int, q: QuantizedWeight, device: str) -> str | None:
+    if device != "cpu":
+        return f"the tensors are on {device}"
+    if q.bits != bits:
+        return f"the codes have {q.bits} bits"
+    if q.low_rank is not None or q.hadamard:
+        return "a low rank or a Hadamard is not in the CPU kernels yet"
+    if q.activation is not None and q.activation.bits == 4:
+        return "4-bit activations need INT4 tensor cores"
+    if bits == 8 and q.group_size > 66310:
+        return f"a group of {q.group_size} 8-bit codes can exceed int32"
+    return None
 
-    return refuses
+
+def _takes_everything(q: QuantizedWeight, device: str) -> str | None:
+    return None
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("cpu_linear_w4", "x86_panels", _int_panels(4)),
-    Kernel("cpu_linear_w8", "x86_panels", _int_panels(8)),
-    Kernel("reference", "plain", lambda q, device: None),
+    Kernel("cpu_linear_w4", "x86_panels", partial(_int_panels, 4)),
+    Kernel("cpu_linear_w8", "x86_panels", partial(_int_panels, 8)),
+    Kernel("reference", "plain", _takes_everything),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import nn, ops, reference
+from . import layouts, nn, ops, reference
 from .formats import tensors
 from .layouts import panels
 from .types import FormatError, QuantizedWeight
@@ -40,7 +40,8 @@ def pack_w4(intw: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Ten
             raise FormatError(f"{name}: found {int(tensor.min())} .. {int(tensor.max())}, accepted is 0 .. 15")
     q = QuantizedWeight(intw.to(torch.uint8), scales, group_size, 4, zeros.to(torch.uint8))
     q.check_values()
-    return panels.pack(q)
+    packed: Tensor = layouts.pack(q)
+    return packed
 
 
 def _imported(q: QuantizedWeight) -> Imported:
@@ -50,7 +51,7 @@ def _imported(q: QuantizedWeight) -> Imported:
         q = q.with_(codes=(q.codes + 8).to(torch.uint8), zeros=torch.full(q.scales.shape, 8, dtype=torch.uint8))
     assert q.zeros is not None
     q.check_values()
-    return panels.pack(q), q.scales, q.zeros, q.group_size, q.perm
+    return layouts.pack(q), q.scales, q.zeros, q.group_size, q.perm
 
 
 def from_gptq(
@@ -71,9 +72,10 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Imported:
 
 
 def dequant_w4(packed: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensor:
-    """float32 [N, G * group_size] of the packed (permuted) columns: the reference of `w4a8_linear`."""
-    n, groups = _check(packed, scales, zeros)
-    codes, packed_scales, packed_zeros = panels.unpack(packed, n, groups * group_size, group_size, 4)
+    """float32 [N, K] of the packed (permuted) columns: the reference of `w4a8_linear`."""
+    n, _ = _check(packed, scales, zeros)
+    k = panels.packed_columns(packed, group_size)
+    codes, packed_scales, packed_zeros = layouts.unpack(packed, n, k, group_size, 4)
     return reference.dequantize_codes(QuantizedWeight(codes, packed_scales, group_size, 4, packed_zeros))
 
 
@@ -108,8 +110,10 @@ def w8a8_linear(x: Tensor, w_int8: Tensor, scale_wt: Tensor, bias: Tensor | None
     """
     if w_int8.dim() != 2 or w_int8.dtype != torch.int8:
         raise FormatError(f"w_int8: found {w_int8.dtype} {list(w_int8.shape)}, accepted is int8 [N, K]")
+    if x.shape[-1] != w_int8.shape[1]:
+        raise FormatError(f"x: found K={x.shape[-1]}, accepted is {w_int8.shape[1]}, the K of w_int8")
     q = QuantizedWeight(w_int8, scale_wt.reshape(-1, 1), w_int8.shape[1], 8)
-    return ops.linear(x, panels.pack(q), q.n, q.group_size, 8, ops.ACTIVATIONS["token"], _float(bias))
+    return ops.linear(x, layouts.pack(q), q.n, q.group_size, 8, ops.ACTIVATIONS["token"], _float(bias))
 
 
 def fp16_gemv(x: Tensor, w_f16: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, reference
+from . import dispatch, layouts, ops, reference
 from .formats.tensors import from_awq_tensors, from_gptq_tensors
 from .layouts import panels
 from .quantize import rtn
@@ -53,8 +53,8 @@ class QuantLinear(torch.nn.Module):
         self.plain, self.choice = plain, choice  # `plain` is kept only where the reference runs
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
-        self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).contiguous())
-        self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).contiguous())
+        self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
+        self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).clone())
 
     @property
     def activation(self) -> str | None:
@@ -82,7 +82,7 @@ class QuantLinear(torch.nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             runs_reference = choice.kernel.name == "reference"
             return cls(
-                torch.empty(0, dtype=torch.uint8) if runs_reference else panels.pack(q),
+                torch.empty(0, dtype=torch.uint8) if runs_reference else layouts.pack(q),
                 q.n,
                 q.k,
                 bits=q.bits,
@@ -157,6 +157,10 @@ class QuantLinear(torch.nn.Module):
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != (self.in_features,):
+            raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., {self.in_features}]")
+        if x.dtype not in ops.DTYPES:
+            raise FormatError(f"x: found {x.dtype}, accepted are float32, bfloat16, float16")
         if self.plain is not None:
             granularity: Any = self.activation or "none"
             activation = (self.plain.activation or Activation())._replace(granularity=granularity)
@@ -179,7 +183,7 @@ class QuantLinear(torch.nn.Module):
             return self.plain
         if self.bits == 16:
             raise TypeError("float16 storage holds no codes; use dequantize()")
-        codes, scales, zeros = panels.unpack(
+        codes, scales, zeros = layouts.unpack(
             self.packed, self.out_features, self.in_features, self.group_size, self.bits, symmetric=self.symmetric
         )
         granularity: Any = self.activation or "none"

@@ -14,6 +14,7 @@ _OPS = getattr(torch.ops, NAMESPACE)
 _linear = _OPS.linear.default
 _quantize_rows = _OPS.quantize_rows.default
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of x and y
 ACTIVATIONS = {"token": 0, "group": 1, None: 2}
 
 

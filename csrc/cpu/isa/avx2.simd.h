@@ -24,7 +24,8 @@ struct W4 {
   }
   static inline void dot(Acc& acc, const Line& w, int half, Act x, int) {
     acc.pairs = _mm256_add_epi16(acc.pairs, _mm256_maddubs_epi16(w.half[half], x));
-    // Keeps the addition here: gcc otherwise delays all of a block's to its end and spills every product (2.2x slower).
+    // Keeps the addition here: gcc otherwise delays all of a block's to its end and spills every product
+    // (2.2x slower).
     __asm__("" : "+x"(acc.pairs));
   }
   static inline void fold(Acc& acc) {

@@ -3,9 +3,10 @@
 using F = __m512;
 using I = __m512i;
 constexpr int kLanes = 16, kVecs = kPanel / kLanes, kRowBlock = 8;
+constexpr int kPrefetch = 2048;  // bytes ahead, measured: 0.83 -> 0.58 ms with four panels, docs/kernels.md
 template <int MB>
 constexpr int int_panels() {
-  return MB == 1 ? 1 : MB <= 4 ? 4 : 2;
+  return MB <= 4 ? 4 : 2;
 }
 template <int MB>
 constexpr int float_panels() {

@@ -2,6 +2,7 @@
 using F = float;
 using I = int32_t;
 constexpr int kLanes = 1, kVecs = kPanel / kLanes, kRowBlock = 1;
+constexpr int kPrefetch = 0;
 template <int MB>
 constexpr int int_panels() {
   return 1;

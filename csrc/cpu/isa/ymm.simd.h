@@ -3,6 +3,7 @@
 using F = __m256;
 using I = __m256i;
 constexpr int kLanes = 8, kVecs = kPanel / kLanes, kRowBlock = 4;
+constexpr int kPrefetch = 2048;  // bytes ahead; the hardware prefetcher stops at page ends
 template <int MB>
 constexpr int int_panels() {
   return 1;

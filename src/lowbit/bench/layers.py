@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import ops
+from lowbit import layouts, ops
 from lowbit.bench.timer import Competitor, copies_needed, machine, pages, race
+from lowbit.layouts import pages as arena
 from lowbit.layouts import panels
 from lowbit.reference import dequantize
 from lowbit.types import FormatError, QuantizedWeight
@@ -54,24 +56,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tier not in here:
             raise FormatError(f"--tier: found {tier!r}, accepted here are all, auto, {', '.join(here)}")
     lines: list[dict[str, Any]] = []
-    sink = Path(args.json).open("a", encoding="utf-8") if args.json and args.json != "-" else None
     torch.manual_seed(args.seed)
-    facts = machine()
-    with torch.inference_mode():
-        for threads in args.threads:
-            torch.set_num_threads(threads)
-            for n, k in args.shape:
-                for line in run_shape(n, k, args, tiers, threads):
-                    lines.append({**line, **facts, "pages": pages()})
-                    if sink:
-                        print(json.dumps(lines[-1]), file=sink, flush=True)
-                    elif args.json:
-                        print(json.dumps(lines[-1]), flush=True)
-    if sink:
-        sink.close()
+    facts, before = machine(), torch.get_num_threads()
+    try:
+        with _sink(args.json) as write, torch.inference_mode():
+            for threads in args.threads:
+                torch.set_num_threads(threads)
+                for n, k in args.shape:
+                    for line in run_shape(n, k, args, tiers, threads):
+                        lines.append({**line, **facts, "pages": pages()})
+                        write(json.dumps(lines[-1]))
+    finally:
+        torch.set_num_threads(before)
     if args.json != "-":
         print(text_table(lines))
     return 0
+
+
+@contextmanager
+def _sink(target: str | None) -> Iterator[Callable[[str], None]]:
+    """Where JSON lines go: nowhere, to stdout ("-"), or to the end of a file."""
+    if target is None:
+        yield lambda line: None
+    elif target == "-":
+        yield lambda line: print(line, flush=True)
+    else:
+        with Path(target).open("a", encoding="utf-8") as file:
+            yield lambda line: print(line, file=file, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -117,7 +128,7 @@ def ours(weight: Tensor, args: argparse.Namespace, tiers: list[str]) -> Iterator
             packed, exact, group, bits = panels.pack_half(weight), weight.half().float(), k, 16
         else:
             q = quantize(weight, 4, args.group) if scheme == "w4a8" else quantize(weight, 8, k)
-            packed, exact, group, bits = panels.pack(q), dequantize(q), q.group_size, q.bits
+            packed, exact, group, bits = layouts.pack(q), dequantize(q), q.group_size, q.bits
         for kind in _kinds(scheme, args.activation):
             label = scheme.replace("a8", "a16") if kind == "none" else scheme
             for tier in tiers:
@@ -139,7 +150,8 @@ def _kinds(scheme: str, wanted: Sequence[str]) -> list[str]:
 def _our_call(
     packed: Tensor, n: int, group: int, bits: int, kind: str, tier: str, dtype: str, xs: Mapping[str, Tensor]
 ) -> Call:
-    mine, x, activation = packed.clone(), xs[dtype], ops.ACTIVATIONS[None if kind == "none" else kind]
+    mine = arena.empty(tuple(packed.shape), packed.dtype).copy_(packed)  # on the pages that QuantLinear has
+    x, activation = xs[dtype], ops.ACTIVATIONS[None if kind == "none" else kind]
     return lambda: ops.linear(x, mine, n, group, bits, activation, isa=tier)
 
 

@@ -13,7 +13,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one = commands.add_parser("inspect", parents=[common], help="what is in a checkpoint, layer by layer")
     one.add_argument("directory")
     one.set_defaults(run=inspect)
-    two = commands.add_parser("explain", parents=[common], help="which kernel runs each layer, and why not a faster one")
+    two = commands.add_parser(
+        "explain", parents=[common], help="which kernel runs each layer, and why not a faster one"
+    )
     two.add_argument("model")
     two.add_argument("--activation", choices=("group", "token", "none"), help="override what the checkpoint declares")
     two.set_defaults(run=explain)

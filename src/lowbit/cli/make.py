@@ -24,10 +24,15 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument("--calibration", metavar="FILE", help="text or JSONL file (gptq)")
     one.add_argument("--group", type=int, metavar="N", help="group size along K, -1 for one group a row")
     one.add_argument("--symmetric", action="store_true", default=None, help="signed codes without zero points")
-    one.add_argument("--activation", choices=("group", "token", "none"), help="int8 scale per group or token; none: float")
+    one.add_argument(
+        "--activation", choices=("group", "token", "none"), help="int8 scale per group or token; none: float"
+    )
     one.add_argument("--tokens", type=int, metavar="N", help="calibration tokens")
     one.add_argument("--skip", action="append", metavar="NAME", help="leave linears of this name dense (repeatable)")
-    one.add_argument("--no-channel-scales", dest="channel_scales", action="store_false", help="leave out the scale search")
+    one.add_argument("--head", action="store_true", help="quantize the output head too (rounded to nearest)")
+    one.add_argument(
+        "--no-channel-scales", dest="channel_scales", action="store_false", help="leave out the scale search"
+    )
     one.add_argument("--dense-dtype", choices=("float32", "bfloat16", "float16"), help="cast what stays dense")
     one.add_argument("--resume-dir", metavar="DIR", help="where finished blocks are kept (default: OUT.partial)")
     one.set_defaults(run=quantize)
@@ -45,6 +50,7 @@ def quantize(args: argparse.Namespace) -> int:
     from lowbit.cli.use import tokenizer_of
     from lowbit.models import api
     from lowbit.models.load import load, local_directory
+    from lowbit.models.recipes import recipe_for
     from lowbit.models.save import save
 
     source, out = local_directory(args.model), Path(args.out)
@@ -54,9 +60,10 @@ def quantize(args: argparse.Namespace) -> int:
     resume = Path(args.resume_dir) if args.resume_dir else out.with_name(out.name + ".partial")
     args.after_stop = f"finished blocks are in {resume}, the same command resumes there"
     model = load(source)
+    skip = [*(args.skip or ()), *(() if args.head else recipe_for(model).skip)]
     report = api.quantize(
         model, args.scheme, args.method, args.calibration, tokenizer=tokenizer_of(args.model) if args.calibration else None,
-        group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=args.skip,
+        group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=skip,
         channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens, progress=sys.stderr.isatty(),
     )  # fmt: skip
     save(model, out, dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None)

@@ -29,7 +29,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
             grid.add_row(*(Text(cell) for cell in row))
         Console().print(grid)
         return
-    widths = [max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(columns)]
+    widths = [
+        max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(columns)
+    ]
     if title:
         print(title)
     for row in [list(columns), *cells]:
@@ -67,7 +69,9 @@ def read_text(path: str) -> str:
     except OSError as error:
         raise FormatError(f"{path}: found {error.strerror or error}, accepted is a UTF-8 text file") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: found bytes that are not UTF-8 at {error.start}, accepted is a UTF-8 text file") from error
+        raise FormatError(
+            f"{path}: found bytes that are not UTF-8 at {error.start}, accepted is a UTF-8 text file"
+        ) from error
 
 
 def bar(label: str, unit: str = "window") -> Callable[[int, int], None]:

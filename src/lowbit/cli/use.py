@@ -41,8 +41,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _loading(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--activation", choices=("group", "token", "none"), help="override what the checkpoint declares")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of what is dense")
+    command.add_argument(
+        "--activation", choices=("group", "token", "none"), help="override what the checkpoint declares"
+    )
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of what is dense"
+    )
 
 
 def tokenizer_of(directory: str) -> PreTrainedTokenizerBase:

@@ -134,7 +134,9 @@ def config_for(format: str, layers: Mapping[str, QuantizedWeight], ignored: Sequ
     """
     if format not in FORMATS:
         raise refuse("config", "format", repr(format), ", ".join(FORMATS))
-    rows = {prefix: _row(q) for prefix, q in layers.items()}
+    grouped = Counter(q.group_size for q in layers.values() if q.group_size != q.k)
+    group = grouped.most_common(1)[0][0] if grouped else -1
+    rows = {prefix: _row(q, group) for prefix, q in layers.items()}
     base = Counter(rows.values()).most_common(1)[0][0] if rows else _Row(4, 64, False, False, None)
     others = {prefix: row for prefix, row in rows.items() if row != base}
     scheme = Scheme(format, base.bits, base.group_size, base.symmetric)
@@ -167,9 +169,10 @@ class _Row(NamedTuple):
     activation: str | None  # "token" where it is declared
 
 
-def _row(q: QuantizedWeight) -> _Row:
+def _row(q: QuantizedWeight, common: int) -> _Row:
+    """``common`` is the group size of the file; a layer of one group says -1 only where it has another."""
     token = q.activation is not None and q.activation.granularity == "token"
-    group = -1 if q.group_size == q.k else q.group_size
+    group = common if q.group_size == common else -1 if q.group_size == q.k else q.group_size
     return _Row(q.bits, group, q.symmetric, q.perm is not None, "token" if token else None)
 
 

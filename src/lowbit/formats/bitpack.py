@@ -15,8 +15,9 @@ def fields_per_word(bits: int) -> int:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The tensor with the last stride 1, which a view by another element size asks for even where the size is 1."""
-    if tensor.is_contiguous() and tensor.stride(-1) == 1:
+    """The tensor with the plain strides of its shape. A view by another element size asks for them even in a
+    dimension of size 1, where torch calls any stride contiguous."""
+    if tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -215,8 +215,9 @@ def _writer(config: Mapping[str, Any]) -> str:
 def write(q: QuantizedWeight, prefix: str) -> dict[str, Tensor]:
     """The layer in format 1. Refuses smoothing, low rank, a Hadamard, and scales that float16 would round.
 
-    A zero point of 0 borrows from its neighbour in the word, as GPTQModel writes and reads it; other tools that add
-    one field by field get such a word wrong, so `gptq_v2` is the better choice for asymmetric weights.
+    A zero point of 0 borrows from its neighbour in the word, as GPTQModel writes and reads it. Tools that add one
+    field by field get such a word wrong, and GPTQModel's loader takes asymmetric format 1 from itself alone, so
+    `gptq_v2` is the better choice for asymmetric weights.
     """
     return _write(q, prefix, "gptq")
 

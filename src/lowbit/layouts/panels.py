@@ -2,7 +2,8 @@
 
 A panel is 16 output rows side by side. Per group: lines of 64 bytes, then 16 scales, 16 zero points and padding to 64.
 4 bit: byte 4n + j of a line holds code[n][k + j] in its low nibble and code[n][k + 4 + j] in its high one;
-8 bit: byte 4n + j holds code[n][k + j]. Groups are padded to a multiple of 32 columns, N to a multiple of 16.
+8 bit: byte 4n + j holds code[n][k + j]. Groups are padded to a multiple of 32 columns, N to a multiple of 16. The
+last 4 bytes of a group hold its number of columns, so that a packed weight knows its K.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..types import FormatError, QuantizedWeight
+from . import pages
 
 PANEL = 16
 STEP = 32
@@ -38,7 +40,7 @@ def _panels(t: Tensor) -> Tensor:
 def pack(q: QuantizedWeight) -> Tensor:
     """-> uint8 [panels, G, code bytes + tail]; tail is 64 bytes with float16 scales, 128 with float32 ones."""
     middle = 1 << (q.bits - 1)
-    codes = q.codes if q.zeros is not None else (q.codes.to(torch.int16) + middle).to(torch.uint8)
+    codes = q.codes if q.zeros is not None else q.codes.view(torch.uint8) + middle  # modulo 256
     zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, middle, dtype=torch.uint8)
     group, groups = padded_group(q.group_size), q.groups
     codes = pad(codes, (0, groups * q.group_size - q.k)).reshape(q.n, groups, q.group_size)
@@ -52,8 +54,19 @@ def pack(q: QuantizedWeight) -> Tensor:
     scales = _panels(q.scales.to(torch.float16 if fits_half(q.scales) else torch.float32)).mT.contiguous()
     parts = [lines, scales.view(torch.uint8), _panels(zeros).mT]
     tail = parts[1].shape[-1] + PANEL
-    parts.append(lines.new_zeros(*lines.shape[:2], -tail % 64))
-    return torch.cat(parts, -1)
+    rest = lines.new_zeros(*lines.shape[:2], -tail % 64)
+    columns = torch.full((groups, 1), q.group_size, dtype=torch.int32)
+    columns[-1] = q.k - (groups - 1) * q.group_size
+    rest[..., -4:] = columns.view(torch.uint8)
+    parts.append(rest)
+    out = pages.empty((*lines.shape[:2], sum(part.shape[-1] for part in parts)), torch.uint8)
+    return torch.cat(parts, -1, out=out)
+
+
+def packed_columns(packed: Tensor, group_size: int) -> int:
+    """K, which stands in the last bytes of every group."""
+    last = packed[0, -1, -4:].clone().view(torch.int32)
+    return (packed.shape[1] - 1) * group_size + int(last)
 
 
 def unpack(
@@ -78,13 +91,14 @@ def unpack(
     scales = scales.mT.reshape(-1, groups)[:n].contiguous()
     zeros = rest[..., scale_bytes : scale_bytes + PANEL].mT.reshape(-1, groups)[:n].contiguous()
     if symmetric:
-        return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8), scales, None
+        return codes.view(torch.int8) - (1 << (bits - 1)), scales, None
     return codes, scales, zeros
 
 
 def pack_half(weight: Tensor) -> Tensor:
     """float16 [N, K] -> float16 [panels, K rounded up to 4, 16]."""
-    return _panels(pad(weight.to(torch.float16), (0, -weight.shape[1] % 4))).mT.contiguous()
+    panels = _panels(pad(weight.to(torch.float16), (0, -weight.shape[1] % 4))).mT
+    return pages.empty(tuple(panels.shape), torch.float16).copy_(panels)
 
 
 def unpack_half(packed: Tensor, n: int, k: int) -> Tensor:

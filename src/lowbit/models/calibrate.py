@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,6 +68,7 @@ def quantize_model(
     act_order: bool = True,
     clip: bool = True,
     damp: float = 0.01,
+    inputs: Literal["quantized", "float"] = "quantized",
     missing: Literal["rtn", "error"] = "rtn",
     resume_dir: str | Path | None = None,
     progress: Progress = True,
@@ -78,7 +80,8 @@ def quantize_model(
     computes as the quantized model does with float activations. Linears outside the block list are left alone.
 
     ``calibration``: see ``read_calibration``; None is accepted with method "rtn" alone, which then has no channel
-    scales. ``blocks`` is the dotted path of the block list, else the family's (recipes.py). ``missing`` says what
+    scales. ``inputs``: a block is measured on what the blocks before it give as "quantized" (two passes a block), or as
+    they were in "float" (one pass, so about two thirds of the time). ``blocks`` is the dotted path of the block list, else the family's (recipes.py). ``missing`` says what
     becomes of a linear that saw no token: "rtn" rounds it to nearest with a warning, "error" refuses.
     ``resume_dir`` keeps finished blocks; a rerun from the same original model and settings ends in the same bytes.
     ``progress``: True draws a bar with an estimate, or a function (done, total, label).
@@ -94,6 +97,8 @@ def quantize_model(
     options = Options(method, channel_scales, act_order, clip, damp)
     if missing not in ("rtn", "error"):
         raise FormatError(f"missing: found {missing!r}, accepted are rtn, error")
+    if inputs not in ("quantized", "float"):
+        raise FormatError(f"inputs: found {inputs!r}, accepted are quantized, float")
     path = blocks or recipe_for(model).blocks
     plan = _plan(model, path, skip, scheme)
     report = Report(scheme, method)
@@ -115,27 +120,34 @@ def quantize_model(
             "skip": list(skip),
             "blocks": path,
         }
-        work = WorkDirectory(resume_dir, {**settings, "calibration": digest(batches), "missing": missing})
+        work = WorkDirectory(
+            resume_dir, {**settings, "calibration": digest(batches), "missing": missing, "inputs": inputs}
+        )
 
     finished: Finished = {}
     with torch.no_grad(), _evaluating(model), _reporter(progress, len(plan)) as tell:
         traces = capture(model, [b.module for b in plan], batches)
         for step, index in _schedule(traces, len(plan)):
             block = plan[index]
+            advanced = step is None or step + 1 == len(traces[0].calls)  # nothing comes after the last
             if block.linears and not finished.keys() >= block.linears.keys():
                 part = work.load(index, block.linears) if work else None
                 if part is None:
                     before = weights_digest(block.linears) if work else ""
-                    part = _quantize_block(block, traces, step, scheme, options, missing, seed)
+                    early = inputs == "float" and not advanced
+                    part = _quantize_block(block, traces, step, scheme, options, missing, seed, advance=early)
+                    advanced = advanced or early
                     if work:
                         work.save(index, before, part)
+                elif inputs == "float" and not advanced:
+                    _advance(traces, block, step)
+                    advanced = True
                 for name, linear in block.linears.items():
                     linear.weight.copy_(effective(part[name][0]))
                 finished |= part
                 tell(block.name)
-            if step is not None and step + 1 < len(traces[0].calls):
-                for trace in traces:
-                    trace.advance(block.module, step)
+            if not advanced:
+                _advance(traces, block, step)
     result = {}
     for block in plan:
         for name, linear in block.linears.items():
@@ -162,7 +174,8 @@ def _plan(model: nn.Module, path: str, skip: Sequence[str], scheme: Scheme) -> l
         raise FormatError(f"blocks: found no module {path!r} in {type(model).__name__}") from error
     seen: set[int] = set()
     plan: list[_Block] = []
-    for index, block in enumerate(container._modules.values()):
+    for index, block in enumerate(container._modules.values()):  # children() would leave out one that comes twice
+        assert block is not None
         linears: dict[str, nn.Linear] = {}
         for local, module in block.named_modules():
             name = f"{path}.{index}.{local}" if local else f"{path}.{index}"
@@ -194,27 +207,52 @@ def _schedule(traces: list[Trace], blocks: int) -> Iterator[tuple[int | None, in
     yield from ((None, index) for index in range(blocks) if index not in called)
 
 
+def _advance(traces: list[Trace], block: _Block, step: int | None) -> None:
+    for trace in traces:
+        trace.advance(block.module, step or 0)
+
+
 def _quantize_block(
-    block: _Block, traces: list[Trace], step: int | None, scheme: Scheme, options: Options, missing: str, seed: int
+    block: _Block,
+    traces: list[Trace],
+    step: int | None,
+    scheme: Scheme,
+    options: Options,
+    missing: str,
+    seed: int,
+    advance: bool,
 ) -> Finished:
     """All linears of a block. Without traces (no calibration) they are rounded to nearest."""
     measured: list[tuple[list[str], InputStats | None]] = [([name], None) for name in block.linears]
     if step is not None:
         hessian = options.method == "gptq"
-        measured = [*collect(block.module, block.linears, traces, step, hessian=hessian, seed=seed)]
-    done: Finished = {}
-    while measured:
-        names, stats = measured.pop(0)  # and so the statistics go as soon as they are used
+        measured = [*collect(block.module, block.linears, traces, step, hessian=hessian, seed=seed, advance=advance)]
+    jobs: list[tuple[list[str], InputStats | None]] = []
+    for names, stats in measured:
         if traces and (stats is None or stats.tokens == 0):
             told = f"{', '.join(names)}: saw no token in calibration"
             if missing == "error":
                 raise FormatError(f"{told}; accepted is at least 1, or missing='rtn'")
             warnings.warn(f"{told}: rounded to nearest", stacklevel=4)
             stats = stats or InputStats(block.linears[names[0]].in_features, hessian=False)
+        jobs.append((names, stats))
+
+    def solve(job: tuple[list[str], InputStats | None]) -> Finished:
         try:
-            done |= quantize_linears({n: block.linears[n].weight for n in names}, stats, scheme, options)
+            with torch.no_grad():
+                torch.set_num_threads(1)
+                return quantize_linears({n: block.linears[n].weight for n in job[0]}, job[1], scheme, options)
         except FormatError as error:
-            raise FormatError(f"{', '.join(names)}: {error}") from error
+            raise FormatError(f"{', '.join(job[0])}: {error}") from error
+
+    # Many small steps: one thread a job, widest first, beats threads inside a step. Bytes do not depend on the count.
+    threads = torch.get_num_threads()
+    jobs.sort(key=lambda job: -block.linears[job[0][0]].in_features)
+    try:
+        with ThreadPoolExecutor(min(threads, max(len(jobs), 1))) as pool:
+            done = {name: found for part in pool.map(solve, jobs) for name, found in part.items()}
+    finally:
+        torch.set_num_threads(threads)
     return {name: done[name] for name in block.linears}
 
 

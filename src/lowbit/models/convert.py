@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from lowbit.formats import FORMATS, config_for, lowbit, quantized_layers
-from lowbit.models.load import format_of
+from lowbit.models.plan import format_of
 from lowbit.models.save import copy_side_files
 from lowbit.types import FormatError, QuantizedWeight
 
@@ -84,5 +84,7 @@ def _shell(q: QuantizedWeight) -> QuantizedWeight:
 
 def _dense_linears(checkpoint: Checkpoint, dense: list[str]) -> list[str]:
     """Module names that hold a dense matrix and are no embedding: what other tools are told to leave alone."""
-    found = [name.removesuffix(".weight") for name in dense if name.endswith(".weight") and len(checkpoint.shape(name)) == 2]
+    found = [
+        name.removesuffix(".weight") for name in dense if name.endswith(".weight") and len(checkpoint.shape(name)) == 2
+    ]
     return ["lm_head", *(name for name in found if "embed" not in name and name != "lm_head")]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowbit.checkpoint import Checkpoint, open_checkpoint
-from lowbit.formats import FORMATS, Format, detect, quantized_layers
+from lowbit.models.plan import Plan, check_names, listed, make_plan, tied_names
 from lowbit.models.replace import get_linear, replace
 from lowbit.nn import QuantLinear
 from lowbit.types import Activation, FormatError, QuantizedWeight
@@ -49,9 +49,10 @@ def load(
     plan = make_plan(model, checkpoint)
     for name in plan.layers:  # every refusal that needs no data comes first
         get_linear(model, name)
-    _check_names(model, plan, checkpoint)
+    check_names(model, plan, checkpoint)
+    trim = _Trimmer()
     for name in plan.layers:
-        replace(model, name, _quantized(model, plan, checkpoint, name, chosen))
+        replace(model, name, _quantized(model, plan, checkpoint, name, chosen, trim))
     for name in plan.halves:
         replace(model, name, QuantLinear.from_linear(_dense_linear(model, plan, checkpoint, name), "fp16"))
     _fill(model, plan, checkpoint, dtype)
@@ -153,116 +154,23 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-class Plan(NamedTuple):
-    """What goes where. Keys are names in the model, values names in the file."""
+class _Trimmer:
+    """Gives freed heap back to the system now and then: between the packed weights that stay, what was read and freed
+    would otherwise pile up. Does nothing where the C library has no malloc_trim."""
 
-    format: Format | None
-    config: Mapping[str, Any]  # what the format's reader is given
-    layers: dict[str, str]  # quantized linears
-    halves: dict[str, str]  # linears kept in fp16
-    dense: dict[str, str]  # tensors
+    def __init__(self, every: int = 4_000_000) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+        self._since, self._every = 0, every
 
-
-def format_of(checkpoint: Checkpoint) -> tuple[str | None, Mapping[str, Any]]:
-    """(format name or None for plain weights, what its reader is given: for lowbit the metadata of the file)."""
-    found = detect(checkpoint.metadata or checkpoint.quantization, list(checkpoint))
-    return found, (checkpoint.metadata if found == "lowbit" else checkpoint.quantization) or {}
-
-
-# Prefixes as other exporters write them -> as the model names them; the first row that fits is taken for the whole file.
-_RENAMES: tuple[tuple[str, str], ...] = (
-    ("", ""),
-    ("model.model.", "model."),
-    ("language_model.model.", "model.language_model."),
-    ("language_model.", "model.language_model."),
-    ("model.language_model.", "model."),
-    ("", "model."),
-)
-
-
-def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
-    """Match the names of the file with those of the model. Raises FormatError for a format that is not known."""
-    names = list(checkpoint)
-    found, config = format_of(checkpoint)
-    reader = FORMATS[found] if found is not None else None
-    prefixes = quantized_layers(names, found, config) if found is not None else []
-    halves = [name for name in (config.get("fp16_layers") or ()) if found == "lowbit"]
-    inside = {f"{prefix}." for prefix in prefixes}
-    dense = [name for name in names if not _under(name, inside)]
-    modules = {name for name, _ in model.named_modules()}
-    state = set(model.state_dict())
-
-    def score(rule: tuple[str, str]) -> int:
-        hits = sum(_rename(prefix, rule) in modules for prefix in prefixes)
-        return hits + sum(_rename(name, rule) in state for name in dense)
-
-    rule = max(_RENAMES, key=score)  # the first of equals
-    return Plan(
-        reader,
-        config,
-        {_rename(name, rule): name for name in prefixes},
-        {_rename(name, rule): name for name in halves},
-        {_rename(name, rule): name for name in dense},
-    )
-
-
-def _under(name: str, prefixes: set[str]) -> bool:
-    return f"{name.rpartition('.')[0]}." in prefixes
-
-
-def _rename(name: str, rule: tuple[str, str]) -> str:
-    old, new = rule
-    if name.startswith("lm_head"):
-        return name
-    return new + name[len(old) :] if name.startswith(old) else name
-
-
-def _check_names(model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint) -> None:
-    """Refuse missing and unexpected names and wrong shapes, from headers alone."""
-    state = model.state_dict()
-    quantized = {f"{name}.{part}" for name in plan.layers for part in ("weight", "bias")}
-    for name, source in plan.layers.items():
-        linear = get_linear(model, name)
-        if linear.bias is not None and f"{source}.bias" not in checkpoint:
-            raise FormatError(f"{name}: found no bias in {checkpoint.path.name}, the architecture demands {name}.bias")
-    tied = _tied(model)
-    missing = [
-        name
-        for name in state
-        if name not in quantized and name not in plan.dense and not _tied_to_present(name, tied, plan)
-    ]
-    if missing:
-        raise FormatError(f"{checkpoint.path}: found no tensor for {_listed(missing)}, accepted is a complete model")
-    ignored = []
-    for name, source in plan.dense.items():
-        if name not in state:
-            if name.endswith(".bias") and name.removesuffix("bias") + "weight" in state:
-                raise FormatError(f"{name}: found a bias in the file, the architecture has none there")
-            if not name.endswith(("rotary_emb.inv_freq", "masked_bias", "attn.bias")):
-                ignored.append(source)
-        elif tuple(checkpoint.shape(source)) != tuple(state[name].shape):
-            found, want = list(checkpoint.shape(source)), list(state[name].shape)
-            raise FormatError(f"{source}: found shape {found}, accepted is {want} (config.json)")
-    if ignored:
-        warnings.warn(f"{checkpoint.path.name}: not part of {type(model).__name__}: {_listed(ignored)}", stacklevel=3)
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """{name: the name it shares storage with}, as config.json asks."""
-    return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
-
-
-def _tied_to_present(name: str, tied: Mapping[str, str], plan: Plan) -> bool:
-    partners = [tied[name]] if name in tied else [target for target, source in tied.items() if source == name]
-    return any(partner in plan.dense for partner in partners)
+    def __call__(self, freed: int) -> None:
+        self._since += freed
+        if self._trim is not None and self._since >= self._every:
+            self._since = 0
+            self._trim(0)
 
 
 def _quantized(
-    model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str, chosen: Activation | None
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str, chosen: Activation | None, trim: _Trimmer
 ) -> QuantLinear:
     """One linear, read, checked against the place it takes, and packed. What was read is dropped on return."""
     assert plan.format is not None
@@ -272,7 +180,10 @@ def _quantized(
         want = [linear.out_features, linear.in_features]
         raise FormatError(f"{name}: found shape {[q.n, q.k]}, accepted is {want} (config.json)")
     q = q.with_(activation=chosen or q.activation or ACTIVATIONS["group"])
-    return QuantLinear.from_quantized(q)
+    trim(q.n * q.k)
+    layer = QuantLinear.from_quantized(q)
+    trim(q.n * q.k)
+    return layer
 
 
 def _dense_linear(model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str) -> nn.Linear:
@@ -302,7 +213,7 @@ def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dty
 
 def _tie(model: PreTrainedModel, plan: Plan) -> None:
     """Share storage where the config ties and the file agrees; elsewhere say in the config that nothing is tied."""
-    tied = _tied(model)
+    tied = tied_names(model)
     if not tied:
         return
     for target, source in tied.items():
@@ -333,7 +244,7 @@ def untie(model: PreTrainedModel) -> None:
 def _refuse_meta(model: nn.Module, checkpoint: Checkpoint) -> None:
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if left:
-        raise FormatError(f"{checkpoint.path}: found no data for {_listed(left)}, accepted is a complete model")
+        raise FormatError(f"{checkpoint.path}: found no data for {listed(left)}, accepted is a complete model")
 
 
 def _generation_config(model: PreTrainedModel, path: Path) -> None:

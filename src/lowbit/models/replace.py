@@ -12,7 +12,9 @@ def get_linear(model: nn.Module, name: str) -> nn.Linear:
     try:
         module = model.get_submodule(name)
     except AttributeError as error:
-        raise FormatError(f"{name}: found no such module in {type(model).__name__}, accepted is an nn.Linear") from error
+        raise FormatError(
+            f"{name}: found no such module in {type(model).__name__}, accepted is an nn.Linear"
+        ) from error
     if not isinstance(module, nn.Linear):
         raise FormatError(f"{name}: found {type(module).__name__}, accepted is nn.Linear")
     return module

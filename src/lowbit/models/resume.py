@@ -88,7 +88,7 @@ def weights_digest(linears: Mapping[str, nn.Linear]) -> str:
     h = hashlib.sha256()
     for name, linear in linears.items():
         h.update(name.encode())
-        h.update(linear.weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        h.update(linear.weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
 
 

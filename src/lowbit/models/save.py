@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import write_checkpoint
 from lowbit.formats import FORMATS, config_for, lowbit
+from lowbit.models.load import local_directory
 from lowbit.nn import QuantLinear
-from lowbit.types import QuantizedWeight
+from lowbit.types import Activation, FormatError, QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,34 +41,44 @@ def save(model: PreTrainedModel, path: str | os.PathLike[str], dtype: torch.dtyp
     for name in halves:
         del layers[name]
     made = getattr(model, "lowbit_made", {})
-    rows = {name: lowbit.describe(_shell(module)) for name, module in layers.items()}
+    shells = {name: _shell(module) for name, module in layers.items()}
     metadata: dict[str, Any] | None = None
     config = dict(model.config.to_dict())
     config.pop("quantization_config", None)
     config.pop("_name_or_path", None)
     if layers or halves:
-        metadata = lowbit.metadata(rows, made.get("method", "unknown"), base_sha256=made.get("base_sha256"))
+        rows = {name: lowbit.describe(shell) for name, shell in shells.items()}
+        rank = max((q.low_rank.down.shape[1] for q in shells.values() if q.low_rank is not None), default=0)
+        method, base = made.get("method") or "unknown", made.get("base_sha256")
+        metadata = lowbit.metadata(rows, method, rank=rank, base_sha256=base)
         if halves:
             metadata["fp16_layers"] = halves
         ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        shells = {name: _shell(module) for name, module in layers.items()}
-        config["quantization_config"] = {**config_for("lowbit", shells, ignored)}
+        config["quantization_config"] = config_for("lowbit", shells, ignored)
         if not layers:
             config["quantization_config"] |= {"bits": 16, "group_size": -1, "activation": None}
     out.mkdir(parents=True, exist_ok=True)
-    copy_side_files(Path(str(model.name_or_path)), out)
+    copy_side_files(_origin(model), out)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         _replace_text(out / "generation_config.json", model.generation_config.to_json_string(use_diff=True))
     write_checkpoint(out, _tensors(model, layers, halves, dtype), config, metadata)
 
 
+def _origin(model: PreTrainedModel) -> Path:
+    """The directory that the model came from, the cached one for a hub id; a path that is no directory where unknown."""
+    try:
+        return local_directory(str(model.name_or_path))
+    except FormatError:
+        return Path(str(model.name_or_path) or "unknown")
+
+
 def _shell(module: QuantLinear) -> QuantizedWeight:
     """What the metadata says of a layer, without unpacking its codes."""
+    if module.plain is not None:
+        return module.plain
     meta = torch.device("meta")
     groups = -(-module.in_features // module.group_size)
     shape = (module.out_features, groups)
-    from lowbit.types import Activation
-
     return QuantizedWeight(
         codes=torch.empty(
             module.out_features, module.in_features, dtype=torch.int8 if module.symmetric else torch.uint8, device=meta

@@ -39,7 +39,8 @@ class Trace:
     def run(self, block: nn.Module, step: int) -> Tensor:
         call = self.calls[step]
         out = block(self.hidden, *call.args, **call.kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
 
 
 class _Stop(Exception):
@@ -53,17 +54,16 @@ def capture(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Bat
     batch goes to the end of the model, which tells how many calls there are; the others stop at the last one.
     """
     parameters = inspect.signature(model.forward).parameters
-    takes_cache = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # No cache, and no logits but the last: neither is looked at. Only where the model says that it knows the words.
+    extras = {k: v for k, v in (("use_cache", False), ("logits_to_keep", 1)) if k in parameters}
     device = next(model.parameters()).device
     traces: list[Trace] = []
     for batch in batches:
         total = len(traces[0].calls) if traces else None
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.inputs.items()}
-        if takes_cache:
-            inputs.setdefault("use_cache", False)
         with _recording(blocks, total) as (calls, hidden):
             try:
-                model(**inputs)
+                model(**{**extras, **inputs})
             except _Stop:
                 pass
         if not calls:
@@ -107,30 +107,40 @@ def _recording(blocks: Sequence[nn.Module], total: int | None) -> Iterator[tuple
     own = {key: block.__dict__.get("forward") for key, (_, block) in unique.items()}
     try:
         for index, block in unique.values():
-            block.forward = stand_in(index, block)
+            block.__dict__["forward"] = stand_in(index, block)
         yield calls, hidden
     finally:
         for key, (_, block) in unique.items():
-            del block.forward
+            del block.__dict__["forward"]
             if own[key] is not None:
-                block.forward = own[key]
+                block.__dict__["forward"] = own[key]
 
 
 def collect(
-    block: nn.Module, linears: Mapping[str, nn.Linear], traces: Sequence[Trace], step: int, *, hessian: bool, seed: int
+    block: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    traces: Sequence[Trace],
+    step: int,
+    *,
+    hessian: bool,
+    seed: int,
+    advance: bool = False,
 ) -> list[tuple[list[str], InputStats]]:
     """Run a block over all batches and measure the inputs of its linears: (names that share an input, statistics).
 
     Linears share statistics where they were called with one and the same tensor. Every linear is in the answer; one
-    that was not called has counted 0 tokens.
+    that was not called has counted 0 tokens. ``advance`` keeps what the block gives as what the next one gets;
+    otherwise a pass ends at the last linear.
     """
-    collector = _Collector(linears, hessian, seed)
+    collector = _Collector(linears, hessian, seed, whole=advance)
     handles = [m.register_forward_pre_hook(collector.hook(n), with_kwargs=True) for n, m in linears.items()]
     try:
         for trace in traces:
             collector.start(trace.batch)
             try:
-                trace.run(block, step)
+                out = trace.run(block, step)
+                if advance:
+                    trace.hidden = out
             except _Stop:
                 pass
             collector.finish()
@@ -144,11 +154,12 @@ def collect(
 
 
 class _Collector:
-    def __init__(self, linears: Mapping[str, nn.Linear], hessian: bool, seed: int) -> None:
-        self.linears, self.hessian, self.seed = linears, hessian, seed
+    def __init__(self, linears: Mapping[str, nn.Linear], hessian: bool, seed: int, whole: bool) -> None:
+        self.linears, self.hessian, self.seed, self.whole = linears, hessian, seed, whole
         self.stats: dict[str, InputStats] = {}  # by leader
         self.leader: dict[str, str] = {}
         self.calls: Counter[str] = Counter()  # in this batch
+        self.total: Counter[str] = Counter()
         self.inputs: dict[str, tuple[Tensor, int]] = {}  # in this batch: the last input of a leader, and its version
         self.once: bool | None = None  # every linear was called exactly once in the first batch
         self.batch: Batch
@@ -175,10 +186,9 @@ class _Collector:
 
     def see(self, name: str, x: Tensor) -> None:
         self.calls[name] += 1
+        self.total[name] += 1
         if name not in self.leader:
-            self.leader[name] = next((n for n in self.inputs if self.same(n, x) and self.calls[n] == 1), name)
-            if self.leader[name] != name and self.statistics(self.leader[name]).tokens != x[..., 0].numel():
-                self.leader[name] = name  # the leader has counted more than this one call
+            self.leader[name] = next((n for n in self.inputs if self.same(n, x) and self.total[n] == 1), name)
         leader = self.leader[name]
         if leader == name:
             self.inputs[name] = (x, x._version)
@@ -188,7 +198,7 @@ class _Collector:
                 raise FormatError(f"{name}: {self.sample(x, error)}: {error}") from error
         elif not (leader in self.inputs and self.same(leader, x) and self.calls[leader] == self.calls[name]):
             raise FormatError(f"{name}: found an input of its own in one pass, after it shared that of {leader}")
-        if self.once and len(self.calls) == len(self.linears):
+        if self.once and not self.whole and len(self.calls) == len(self.linears):
             raise _Stop
 
     def same(self, leader: str, x: Tensor) -> bool:

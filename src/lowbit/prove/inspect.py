@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lowbit.checkpoint import open_checkpoint
 from lowbit.formats import FORMATS, quantized_layers
-from lowbit.models.load import format_of
+from lowbit.models.plan import format_of
 
 
 class LayerInfo(NamedTuple):
@@ -69,6 +69,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
             declared, ", ".join(extras), q.notes,
         )  # fmt: skip
         layers.append(row)
+    for prefix in config.get("fp16_layers") or ():
+        n, k = checkpoint.shape(f"{prefix}.weight")
+        bias = "bias" if f"{prefix}.bias" in checkpoint else ""
+        layers.append(LayerInfo(prefix, found, 16, k, True, False, n, k, sizes[prefix], "16 none", bias, ()))
     quantized = sum(layer.bytes for layer in layers)
     inside = {layer.name for layer in layers}
     dense = [name for name in names if name.rpartition(".")[0] not in inside]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .channel import ChannelScales, channel_scales
-from .gptq import Outcome, gptq, solve
-from .linears import METHODS, Method, Options, Row, effective, quantize_linears
+from .gptq import Outcome, effective, gptq, solve
+from .linears import METHODS, Method, Options, Row, quantize_linears
 from .rtn import rtn
 from .stats import InputStats, NonFinite
 

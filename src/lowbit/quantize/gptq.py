@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..reference import dequantize
 from ..types import FormatError, QuantizedWeight, Scheme
-from .rtn import build, rtn
+from .rtn import build, rtn, take
 from .scales import Fit, Grid, decode, encode, fit, grid_for, groups_of
 
 _BLOCK = 128  # columns
@@ -28,6 +28,7 @@ class Outcome(NamedTuple):
     weight: QuantizedWeight
     damping: float | None  # of mean(diag H); None where no factorisation was had and everything is rounded to nearest
     tried: tuple[float, ...]  # every damping tried, in order
+    error: Tensor  # float32 [N]: ||x (w - wq)||² / tokens of each row, or more where damping adds to it
     kept: Tensor  # bool [N]: rows kept at round-to-nearest, because GPTQ was worse there in ||X (W - Wq)||
 
 
@@ -60,13 +61,24 @@ def solve(
     order = torch.argsort(h.diagonal(), descending=True, stable=True) if act_order else torch.arange(k)
     factor, damping, tried = factorise(h[order][:, order], damp)
     if factor is None:
-        return Outcome(plain.with_(notes=(_unsolved(tried),)), None, tried, torch.ones(n, dtype=torch.bool))
+        return Outcome(
+            plain.with_(notes=(_unsolved(tried),)),
+            None,
+            tried,
+            output_error(w, plain, h),
+            torch.ones(n, dtype=torch.bool),
+        )
     group_size = scheme.group_of(k)
     grid = grid_for(w, scheme, group_size)
-    codes, fits = eliminate(w.T, factor.float(), order, grid, group_size, static=act_order, clip=clip)
+    codes, fits, loss = eliminate(w.T, factor.float(), order, grid, group_size, static=act_order, clip=clip)
     solved = build(codes, fits, grid, group_size, scheme)
 
-    worse = (output_error(w, solved, h) > output_error(w, plain, h)).cpu()
+    # The loss is the error under the damped Hessian, so never below the error under H: most rows need no second look.
+    plain_error = output_error(w, plain, h)
+    doubtful = (loss * (1 + 1e-3) >= plain_error).nonzero()[:, 0]
+    worse = torch.zeros(n, dtype=torch.bool)
+    found = output_error(w[doubtful], take(solved, doubtful.cpu()), h)
+    worse[doubtful.cpu()] = (found > plain_error[doubtful]).cpu()
     if rows := int(worse.sum()):
         pick = worse[:, None]
         solved = solved.with_(
@@ -75,7 +87,7 @@ def solve(
             zeros=None if solved.zeros is None or plain.zeros is None else torch.where(pick, plain.zeros, solved.zeros),
             notes=(f"{rows} of {n} rows kept at round-to-nearest, where GPTQ was worse",),
         )
-    return Outcome(solved, damping, tried, worse)
+    return Outcome(solved, damping, tried, torch.minimum(loss, plain_error), worse)
 
 
 def factorise(h: Tensor, damp: float) -> tuple[Tensor | None, float | None, tuple[float, ...]]:
@@ -107,7 +119,9 @@ def invert_upper(r: Tensor) -> Tensor:
     """The inverse of an upper triangular matrix, by halves: a third of the work of a solve against the identity."""
     k = r.shape[0]
     if k <= _BLOCK:
-        return torch.linalg.solve_triangular(r, torch.eye(k, dtype=r.dtype, device=r.device), upper=True)
+        identity = torch.eye(k, dtype=r.dtype, device=r.device)
+        leaf: Tensor = torch.linalg.solve_triangular(r, identity, upper=True)
+        return leaf
     m = k // 2
     result = torch.zeros_like(r)
     result[:m, :m], result[m:, m:] = invert_upper(r[:m, :m]), invert_upper(r[m:, m:])
@@ -117,8 +131,8 @@ def invert_upper(r: Tensor) -> Tensor:
 
 def eliminate(
     w: Tensor, factor: Tensor, order: Tensor, grid: Grid, group_size: int, *, static: bool, clip: bool
-) -> tuple[Tensor, list[Fit]]:
-    """Codes [K, N] (w's dtype, columns in their own order) and one fit a group, from w [K, N].
+) -> tuple[Tensor, list[Fit], Tensor]:
+    """Codes [K, N] (w's dtype, columns in their own order), one fit a group, and the loss Σ e² [N], from w [K, N].
 
     ``factor`` U and ``order`` belong together: row and column j of U stand for input column order[j].
     """
@@ -134,6 +148,7 @@ def eliminate(
     work = w[order]  # a copy
     errors = torch.empty(_BLOCK, w.shape[1], dtype=w.dtype, device=w.device)
     codes = torch.empty_like(work)
+    loss = torch.zeros_like(work[0])
     inverse_diagonal = factor.diagonal().reciprocal().tolist()
     for begin, end in _spans(k, k if static else group_size):
         if not static and begin % group_size == 0:
@@ -148,16 +163,23 @@ def eliminate(
             code = encode(value, f, grid)
             codes[begin + i] = code
             torch.mul(value - decode(code, f), inverse_diagonal[begin + i], out=errors[i])
+        loss += errors[: end - begin].square().sum(0)
         if end < k:
             work[end:].addmm_(factor[begin:end, end:].T, errors[: end - begin], alpha=-1)
     result = torch.empty_like(codes)
     result[order] = codes
-    return result, fits
+    return result, fits, loss
+
+
+def effective(q: QuantizedWeight) -> Tensor:
+    """The matrix [N, K] float32 that a plain linear needs to compute the same: values / smooth."""
+    w = dequantize(q)
+    return w if q.smooth is None else w / q.smooth.float()
 
 
 def output_error(weight: Tensor, q: QuantizedWeight, hessian: Tensor) -> Tensor:
     """Σ (x · (w - q))² / tokens of each row, float32 [N]: the square of ||X (W - Wq)||, row by row."""
-    difference = weight - dequantize(q).to(weight.device)
+    difference = weight - effective(q).to(weight.device)
     return ((difference @ hessian) * difference).sum(1).clamp_min(0)
 
 

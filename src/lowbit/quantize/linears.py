@@ -9,11 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import dequantize
 from ..types import FormatError, QuantizedWeight, Scheme
 from .channel import channel_scales
-from .gptq import solve
-from .rtn import rtn
+from .gptq import effective, output_error, solve
+from .rtn import rtn, take
 from .stats import InputStats
 
 Method = Literal["rtn", "gptq"]
@@ -78,11 +77,14 @@ def quantize_linears(
     hessian = stats.hessian().to(joined.device) if options.method == "gptq" else None
     damping: float | None = None
     kept = torch.zeros(joined.shape[0], dtype=torch.bool)
+    bound = plain_error = torch.zeros(joined.shape[0])
     method: str = options.method
     if hessian is not None:
         inside = hessian if s is None else hessian / (s[:, None] * s[None, :])
         outcome = solve(scaled, inside, scheme, act_order=options.act_order, clip=options.clip, damp=options.damp)
-        q, damping, kept = outcome.weight, outcome.damping, outcome.kept
+        q, damping, bound, kept = outcome.weight, outcome.damping, outcome.error, outcome.kept
+        if s is not None and scheme.activation.granularity != "token":  # without scales, solve has compared already
+            plain_error = output_error(joined, plain, hessian)
         if damping is None:
             method = "rtn"
             notes += q.notes
@@ -92,6 +94,15 @@ def quantize_linears(
         q = rtn(scaled, scheme)
     q = q.with_(smooth=smooth)
 
+    def harmful(rows: slice) -> bool:
+        """Whether GPTQ behind scales is worse than rounding without. (Without scales, ``solve`` has seen to it.)"""
+        if hessian is None or s is None or damping is None or scheme.activation.granularity == "token":
+            return False
+        limit = float(plain_error[rows].sum())
+        return (
+            float(bound[rows].sum()) > limit and float(output_error(joined[rows], take(q, rows), hessian).sum()) > limit
+        )
+
     done: dict[str, tuple[QuantizedWeight, Row]] = {}
     begin = 0
     for name, weight in weights.items():
@@ -99,7 +110,7 @@ def quantize_linears(
         begin = rows.stop
         mine, own, label = q, [*notes], method + ("+scales" if smooth is not None else "")
         before, after = (_relative(sample, joined[rows], effective(take(c, rows))) for c in (plain, q))
-        if after > before and method == "gptq" and scheme.activation.granularity != "token":
+        if harmful(rows):
             mine, label, after = plain, "rtn", before
             own.append("rounded to nearest: gptq was worse in ||X (W - Wq)||")
         if label.startswith("gptq") and (few := int(kept[rows].sum())):
@@ -107,22 +118,6 @@ def quantize_linears(
         row = Row(name, label, damping if label.startswith("gptq") else None, stats.tokens, before, after, tuple(own))
         done[name] = (take(mine, rows), row)
     return done
-
-
-def effective(q: QuantizedWeight) -> Tensor:
-    """The matrix [N, K] float32 that a plain linear needs to compute the same: values / smooth."""
-    w = dequantize(q)
-    return w if q.smooth is None else w / q.smooth.float()
-
-
-def take(q: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    """Some output rows of a quantized weight, copied."""
-    return q.with_(
-        codes=q.codes[rows].clone(),
-        scales=q.scales[rows].clone(),
-        zeros=None if q.zeros is None else q.zeros[rows].clone(),
-        notes=(),
-    )
 
 
 def _relative(x: Tensor, weight: Tensor, restored: Tensor) -> float:

@@ -27,6 +27,17 @@ def rtn(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     return build(codes, fits, grid, group_size, scheme)
 
 
+def take(q: QuantizedWeight, rows: slice | Tensor) -> QuantizedWeight:
+    """Some output rows of a quantized weight, copied."""
+    return q.with_(
+        codes=q.codes[rows].clone(),
+        scales=q.scales[rows].clone(),
+        zeros=None if q.zeros is None else q.zeros[rows].clone(),
+        smooth=None if q.smooth is None else q.smooth.clone(),
+        notes=(),
+    )
+
+
 def build(codes: Tensor, fits: list[Fit], grid: Grid, group_size: int, scheme: Scheme) -> QuantizedWeight:
     """Codes [K, N] in any dtype and the fit of each group -> the value that travels, on the CPU."""
     return QuantizedWeight(

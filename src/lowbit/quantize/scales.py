@@ -28,11 +28,11 @@ class Grid(NamedTuple):
 
     @property
     def low(self) -> int:
-        return -(2 ** (self.bits - 1)) if self.symmetric else 0
+        return -(1 << (self.bits - 1)) if self.symmetric else 0
 
     @property
     def high(self) -> int:
-        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+        return (1 << (self.bits - 1)) - 1 if self.symmetric else (1 << self.bits) - 1
 
 
 class Fit(NamedTuple):

@@ -1,0 +1,18 @@
+#include <arm_neon.h>
+
+#include <new>
+
+#include "../kernels.h"
+
+namespace lowbit::cpu {
+namespace {
+#include "../convert.h"
+#include "dotprod.simd.h"
+#include "../quantize_rows.body.h"
+#include "../tail.body.h"
+#include "../linear_panels.body.h"
+#include "../linear_float.body.h"
+}  // namespace
+constinit const KernelTable kDotprodTable = {"dotprod", kDotprod,  kRowBlock, quantize_rows,
+                                             linear_w4, linear_w8, linear_f16};
+}  // namespace lowbit::cpu

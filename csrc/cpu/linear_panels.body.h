@@ -14,8 +14,9 @@
 // which lane is its own business: `scales`, `zeros` and `of_x` answer in that order, `rows` brings the totals
 // into ours.
 
-// `small`: every |d| is below 2^22.
-template <class T, bool kPerGroup>
+// `small`: every |d| is below 2^22. kFolds: a group has more than T::kFold columns, whose sums have to widen in
+// between.
+template <class T, bool kPerGroup, bool kFolds>
 static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, const uint8_t* w, const uint8_t* tail, const int8_t* x,
                             int64_t first_row, int part, bool small, float* out) {
   const Rows& r = *a.rows;
@@ -24,31 +25,31 @@ static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, 
   const int64_t gap = T::kExpanded ? 0 : a.group_bytes - r.padded * T::kColumnBytes;
   const uint8_t* scale = tail + part * T::kRows * (a.wide_scales ? 4 : 2);
   const uint8_t* zero = tail + kPanel * (a.wide_scales ? 4 : 2) + part * T::kRows;
-  alignas(64) float total[T::kA * T::kB * kLanes];
-  float* t = total;
   // Large tiles keep their totals in L1, out of the registers: the compiler must not see through `t`.
-  if constexpr (T::kA * T::kB > 4) __asm__("" : "+r"(t) : : "memory");
+  constexpr bool kInL1 = T::kA * T::kB > 4;
+  alignas(64) F total[T::kA * T::kB];
+  F* t = total;
+  if constexpr (kInL1) __asm__("" : "+r"(t) : : "memory");
 #pragma GCC unroll 16
-  for (int i = 0; i < T::kA * T::kB; ++i) store(t + i * kLanes, splat(0.f));
+  for (int i = 0; i < T::kA * T::kB; ++i) t[i] = splat(0.f);
 
   const auto dot = [&](int64_t columns, I(&d)[T::kA][T::kB]) __attribute__((always_inline)) {
     typename T::Acc acc;
     T::start(acc, small);
-    const uint8_t* end = w + columns / 16 * T::kStepBytes;
-    do {
+    for (int64_t left = columns; left > 0; left -= kStep) {
       T::dot(acc, w, x);
       T::dot(acc, w + T::kStepBytes, x + T::kXBytes);
       w += 2 * T::kStepBytes, x += 2 * T::kXBytes;
-    } while (w < end);
+    }
     T::total(acc, d);
   };
   for (int64_t g = 0; g < r.groups; ++g, w += gap, scale += a.group_bytes, zero += a.group_bytes) {
-    if constexpr (T::kA * T::kB > 4) __asm__ volatile("" : : : "memory");
+    if constexpr (kInL1) __asm__ volatile("" : : : "memory");
     I d[T::kA][T::kB];
-    if constexpr (T::kFold == 0) {
+    if constexpr (!kFolds) {
       dot(r.padded, d);
-    } else {  // sums in int16 lanes: they widen every kFold columns
-      dot(r.padded < T::kFold ? r.padded : T::kFold, d);
+    } else {
+      dot(T::kFold, d);
       for (int64_t left = r.padded - T::kFold; left > 0; left -= T::kFold) {
         I more[T::kA][T::kB];
         dot(left < T::kFold ? left : T::kFold, more);
@@ -72,11 +73,14 @@ static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, 
 #pragma GCC unroll 8
       for (int i = 0; i < T::kA; ++i) {
         const F xs = kPerGroup ? T::of_x(x_scale + g * T::kM, i) : splat(1.f);
+        F row[T::kB];  // loaded together, stored together: ldp and stp
 #pragma GCC unroll 16
-        for (int b = 0; b < T::kB; ++b) {
-          float* at = t + (i * T::kB + b) * kLanes;
-          store(at, fma(convert(d[i][b]), kPerGroup ? mul(s[b], xs) : s[b], load(at)));
-        }
+        for (int b = 0; b < T::kB; ++b) row[b] = t[i * T::kB + b];
+#pragma GCC unroll 16
+        for (int b = 0; b < T::kB; ++b)
+          row[b] = fma(convert(d[i][b]), kPerGroup ? mul(s[b], xs) : s[b], row[b]);
+#pragma GCC unroll 16
+        for (int b = 0; b < T::kB; ++b) t[i * T::kB + b] = row[b];
       }
     };
     if (T::kBiased && small)
@@ -90,15 +94,20 @@ static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, 
 // One block of rows of x against one panel (`w`: its codes, packed or expanded), part by part; then bias and
 // rounding.
 template <class T, bool kPerGroup>
-static void int_block(const LinearArgs& a, const uint8_t* w, const int8_t* x, int64_t first_row,
+static __attribute__((noinline)) void int_block(const LinearArgs& a, const uint8_t* w, const int8_t* x, int64_t first_row,
                       int64_t panel, bool small) {
   const Rows& r = *a.rows;
   const int64_t part_bytes = T::kExpanded ? r.groups * r.padded * T::kRows : T::kRows * 8;
   const uint8_t* tail = a.weight + panel * r.groups * a.group_bytes + r.padded * T::kColumnBytes;
   alignas(64) float out[T::kM * kPanel];
 #pragma GCC unroll 1
-  for (int part = 0; part < kPanel / T::kRows; ++part)
-    int_tile<T, kPerGroup>(a, w + part * part_bytes, tail, x, first_row, part, small, out + part * T::kRows);
+  for (int part = 0; part < kPanel / T::kRows; ++part, w += part_bytes) {
+    float* const columns = out + part * T::kRows;
+    if (T::kFold > 0 && r.padded > T::kFold)
+      int_tile<T, kPerGroup, (T::kFold > 0)>(a, w, tail, x, first_row, part, small, columns);
+    else
+      int_tile<T, kPerGroup, false>(a, w, tail, x, first_row, part, small, columns);
+  }
 #pragma GCC unroll 1
   for (int m = 0; m < T::kM; ++m) {
     float* row = out + m * kPanel;

@@ -120,9 +120,9 @@ struct RowTile {
   }
   LOWBIT_INLINE I of_x(const int32_t* p, int m) { return splat_i(p[m]); }
   LOWBIT_INLINE F of_x(const float* p, int m) { return splat(p[m]); }
-  LOWBIT_INLINE void rows(const float* total, float* out) {
+  LOWBIT_INLINE void rows(const F* total, float* out) {
     for (int m = 0; m < MB; ++m)
-      for (int b = 0; b < kB; ++b) store(out + m * kPanel + 4 * b, load(total + (m * kB + b) * 4));
+      for (int b = 0; b < kB; ++b) store(out + m * kPanel + 4 * b, total[m * kB + b]);
   }
 };
 

@@ -29,17 +29,16 @@ struct SmmlaTile {
   // 8 columns. The last row of an odd number stands for both of its pair.
   LOWBIT_INLINE void eight(Acc& acc, int8x16_t w0, int8x16_t w1, int8x16_t w2, int8x16_t w3,
                            const int8_t* x) {
+    int8x16_t two[kA];
+#pragma GCC unroll 4
+    for (int i = 0; i < kA; ++i)
+      two[i] = 2 * i + 1 < MB ? vld1q_s8(x + 16 * i) : vcombine_s8(vld1_s8(x + 16 * i), vld1_s8(x + 16 * i));
 #pragma GCC unroll 4
     for (int i = 0; i < kA; ++i) {
-      int8x16_t two;
-      if (2 * i + 1 < MB)
-        two = vld1q_s8(x + 16 * i);
-      else
-        two = vcombine_s8(vld1_s8(x + 16 * i), vld1_s8(x + 16 * i));
-      acc.sum[i][0] = vmmlaq_s32(acc.sum[i][0], two, w0);
-      acc.sum[i][1] = vmmlaq_s32(acc.sum[i][1], two, w1);
-      acc.sum[i][2] = vmmlaq_s32(acc.sum[i][2], two, w2);
-      acc.sum[i][3] = vmmlaq_s32(acc.sum[i][3], two, w3);
+      acc.sum[i][0] = vmmlaq_s32(acc.sum[i][0], two[i], w0);
+      acc.sum[i][1] = vmmlaq_s32(acc.sum[i][1], two[i], w1);
+      acc.sum[i][2] = vmmlaq_s32(acc.sum[i][2], two[i], w2);
+      acc.sum[i][3] = vmmlaq_s32(acc.sum[i][3], two[i], w3);
     }
   }
   // What belongs to rows n, n + 1 of w: [n n+1 n n+1]
@@ -77,11 +76,11 @@ struct SmmlaTile {
   LOWBIT_INLINE F of_x(const float* p, int i) {
     return vreinterpretq_f32_s32(of_x(reinterpret_cast<const int32_t*>(p), i));
   }
-  LOWBIT_INLINE void rows(const float* total, float* out) {
+  LOWBIT_INLINE void rows(const F* total, float* out) {
     for (int i = 0; i < kA; ++i)
       for (int b = 0; b < kB; b += 2) {
-        const float64x2_t v = vreinterpretq_f64_f32(load(total + (i * kB + b) * 4));
-        const float64x2_t w = vreinterpretq_f64_f32(load(total + (i * kB + b + 1) * 4));
+        const float64x2_t v = vreinterpretq_f64_f32(total[i * kB + b]);
+        const float64x2_t w = vreinterpretq_f64_f32(total[i * kB + b + 1]);
         float* row = out + 2 * i * kPanel + 2 * b;
         store(row, vreinterpretq_f32_f64(vzip1q_f64(v, w)));
         if (2 * i + 1 < MB) store(row + kPanel, vreinterpretq_f32_f64(vzip2q_f64(v, w)));

@@ -32,8 +32,10 @@ struct NeonOne4 : RowTile<1, 16, 0> {
     for (int p = 0; p < 8; ++p) {
       const uint8x16_t c = vld1q_u8(w + 16 * p);
       const int8x16_t w0 = low_nibbles(c), w1 = high_nibbles(c);
-      acc.row[2 * p] = mul_low(mul_low(acc.row[2 * p], w0, x0), w1, x1);
-      acc.row[2 * p + 1] = mul_high(mul_high(acc.row[2 * p + 1], w0, x0), w1, x1);
+      acc.row[2 * p] = mul_low(acc.row[2 * p], w0, x0);
+      acc.row[2 * p + 1] = mul_high(acc.row[2 * p + 1], w0, x0);
+      acc.row[2 * p] = mul_low(acc.row[2 * p], w1, x1);
+      acc.row[2 * p + 1] = mul_high(acc.row[2 * p + 1], w1, x1);
     }
   }
   LOWBIT_INLINE void total(const Acc& acc, I (&d)[1][4]) {
@@ -84,9 +86,12 @@ struct NeonTile4 : RowTile<MB, 4, 0> {
       for (int n = 0; n < 4; ++n) acc.sum[m][n] = vdupq_n_s16(0);
   }
   LOWBIT_INLINE void add(Acc& acc, const int8x16_t (&w)[4], const int8_t* x) {
+    int8x16_t row[MB];
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; ++m) row[m] = vld1q_s8(x + 16 * m);
 #pragma GCC unroll 4
     for (int m = 0; m < MB; ++m) {
-      const int8x16_t v = vld1q_s8(x + 16 * m);
+      const int8x16_t v = row[m];
 #pragma GCC unroll 4
       for (int n = 0; n < 4; ++n) acc.sum[m][n] = mul_low(acc.sum[m][n], w[n], v);
 #pragma GCC unroll 4
@@ -112,9 +117,12 @@ struct NeonTile8 : RowTile<MB, 4, 128> {
       for (int n = 0; n < 4; ++n) acc.sum[m][n] = splat_i(0);
   }
   LOWBIT_INLINE void add(Acc& acc, const int8x16_t (&w)[4], const int8_t* x) {
+    int8x16_t row[MB];
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; ++m) row[m] = vld1q_s8(x + 16 * m);
 #pragma GCC unroll 4
     for (int m = 0; m < MB; ++m) {
-      const int8x16_t v = vld1q_s8(x + 16 * m);
+      const int8x16_t v = row[m];
 #pragma GCC unroll 4
       for (int n = 0; n < 4; ++n)
         acc.sum[m][n] =

@@ -32,7 +32,7 @@ struct ScalarTile {
   }
   static inline I of_x(const int32_t* p, int) { return *p; }
   static inline F of_x(const float* p, int) { return *p; }
-  static inline void rows(const float* total, float* out) {
+  static inline void rows(const F* total, float* out) {
     __builtin_memcpy(out, total, 16 * sizeof(float));
   }
 };

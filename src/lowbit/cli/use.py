@@ -122,15 +122,18 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+BENCHES = ("layers", "numbers")
+
+
 def bench(args: argparse.Namespace) -> int:
     """Hand the rest of the line to ``lowbit.bench.<name>.main``."""
     import importlib
 
-    if not args.rest or args.rest[0] not in ("layers",):
+    if not args.rest or args.rest[0] not in BENCHES:
         found = repr(args.rest[0]) if args.rest else "nothing"
         if found in ("'-h'", "'--help'"):
-            print("usage: lowbit bench layers ...   (lowbit bench layers --help lists its options)")
+            print("usage: lowbit bench layers | numbers ...   (lowbit bench layers --help lists its options)")
             return 0
-        raise FormatError(f"bench: found {found}, accepted is: layers")
+        raise FormatError(f"bench: found {found}, accepted are {', '.join(BENCHES)}")
     module = importlib.import_module(f"lowbit.bench.{args.rest[0]}")
     return int(module.main(args.rest[1:]) or 0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lowbit import ops
-from lowbit.bench import layers, timer
+from lowbit.bench import layers, peers, timer
 from lowbit.bench.timer import Competitor
+from lowbit.reference import dequantize
 from lowbit.types import FormatError
 
 # Frobenius-relative, Gaussian x and w, against float32 products with exactly the weights that the layer holds.
@@ -102,7 +103,27 @@ def test_weights_of_the_bench_round_to_nearest() -> None:
     torch.manual_seed(0)
     w = torch.randn(16, 64)
     for bits, group in ((4, 32), (8, 64)):
-        q = layers.quantize(w, bits, group)
+        q = peers.quantize(w, bits, group)
         step = q.scales.float().repeat_interleave(group, 1)
-        wrong = (layers.dequantize(q) - w).abs() / step
+        wrong = (dequantize(q) - w).abs() / step
         assert float(wrong.max()) < (0.51 if bits == 8 else 1.01)  # 4 bits: the ends may clip by a rounded zero point
+
+
+def test_a_missing_peer_is_named_with_its_install_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("GGML_DIR", raising=False)
+    monkeypatch.setitem(peers.PEERS, "ort", peers.PEERS["ort"]._replace(needs="no_such_module_here"))
+    assert list(peers.entries(["ort", "ggml"], torch.randn(64, 64), 32, 1)) == []
+    told = capsys.readouterr().err
+    assert "ort is left out: no_such_module_here is missing (pip install onnx onnxruntime)" in told
+    assert "ggml is left out: GGML_DIR is missing (npm pack" in told
+
+
+@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.needs == "torch"])
+def test_a_peer_computes_the_layer(name: str) -> None:
+    weight, x = torch.randn(64, 128), torch.randn(4, 128)
+    for entry in peers.entries([name], weight, 32, 1):
+        xs = {dtype: x.to(getattr(torch, dtype)) for dtype in ("float32", "bfloat16", "float16")}
+        want = x @ entry.exact.T
+        assert (entry.make(xs)().float() - want).norm() / want.norm() < 0.03

@@ -15,26 +15,15 @@ import torch
 from torch import Tensor
 
 from lowbit import layouts, ops
+from lowbit.bench import peers
+from lowbit.bench.peers import PEERS, Call, Entry, quantize
 from lowbit.bench.timer import Competitor, copies_needed, machine, pages, race
 from lowbit.layouts import pages as arena
 from lowbit.layouts import panels
 from lowbit.reference import dequantize
-from lowbit.types import FormatError, QuantizedWeight
+from lowbit.types import FormatError
 
 SCHEMES = ("w4a8", "w8a8", "fp16")
-PEERS = ("float32", "bfloat16", "float16", "int4pack")
-
-Call = Callable[[], Tensor]
-
-
-class Entry(NamedTuple):
-    """Something to time: ``make(x)`` gives a call over a copy of the weights of its own; x is there in every dtype."""
-
-    name: str
-    facts: dict[str, Any]
-    weight_bytes: int
-    make: Callable[[Mapping[str, Tensor]], Call]
-    exact: Tensor  # [N, K] float32, what the layer multiplies with
 
 
 class Problem(NamedTuple):
@@ -47,9 +36,11 @@ class Problem(NamedTuple):
     x: Tensor
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, prog: str = "lowbit bench layers", default_peers: Sequence[str] = peers.OF_TORCH
+) -> int:
     """Run the cases, write a JSON line each, print a table last. Returns 0; FormatError for options that do not fit."""
-    args = parser().parse_args(argv)
+    args = parser(prog, list(default_peers)).parse_args(argv)
     here = ops.cpu_isas()
     tiers = here if args.tier == "all" else [ops.cpu_isa() if t == "auto" else t for t in args.tier.split(",")]
     for tier in tiers:
@@ -85,8 +76,8 @@ def _sink(target: str | None) -> Iterator[Callable[[str], None]]:
             yield lambda line: print(line, file=file, flush=True)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="lowbit bench layers", description=__doc__)
+def parser(prog: str, default_peers: list[str]) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog=prog, description=__doc__)
     p.add_argument(
         "--shape", type=_shapes, default=[(4096, 4096)], metavar="NxK", help="out x in features, comma separated"
     )
@@ -97,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--activation", type=_words("token", "group", "none"), default=["group"], metavar="A",
                    help="token, group, none (float activations), comma separated")  # fmt: skip
     p.add_argument("--schemes", type=_words(*SCHEMES), default=list(SCHEMES), metavar="S", help=", ".join(SCHEMES))
-    p.add_argument("--peers", type=_words(*PEERS), default=list(PEERS), metavar="P", help=", ".join(PEERS))
+    p.add_argument("--peers", type=_words(*PEERS), default=default_peers, metavar="P", help=", ".join(PEERS))
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of our x and y")
     p.add_argument("--in-cache", action="store_true", help="one copy of each weight, touched before each call")
     p.add_argument("--seconds", type=float, default=1.0, help="a competitor and case, on average")
@@ -112,7 +103,7 @@ def run_shape(n: int, k: int, args: argparse.Namespace, tiers: list[str], thread
     """All rows of x for one shape: the weights are packed once."""
     weight = torch.randn(n, k)
     entries = list(ours(weight, args, tiers))
-    given = list(peers(weight, args))
+    given = list(peers.entries(args.peers, weight, args.group, threads))
     total = len(args.M)
     for index, m in enumerate(args.M):
         print(f"{n}x{k}, M={m}, threads {threads} ({index + 1} of {total})", file=sys.stderr, flush=True)
@@ -155,63 +146,6 @@ def _our_call(
     return lambda: ops.linear(x, mine, n, group, bits, activation, isa=tier)
 
 
-def peers(weight: Tensor, args: argparse.Namespace) -> Iterator[Entry]:
-    """torch's own: dense linears, and the 4-bit product that GPTQ users get on a CPU."""
-    for name in args.peers:
-        if name == "int4pack":
-            q = quantize(weight, 4, args.group)
-            try:
-                yield int4pack(q)
-            except (RuntimeError, AttributeError) as error:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                print(f"torch int4pack is left out: {reason}", file=sys.stderr)
-            continue
-        dense = weight.to(getattr(torch, name))
-
-        def make(xs: Mapping[str, Tensor], dense: Tensor = dense, name: str = name) -> Call:
-            mine, x = dense.clone(), xs[name]
-            return lambda: torch.nn.functional.linear(x, mine)
-
-        yield Entry(f"torch {name} linear", {"peer": name}, dense.nbytes, make, dense.float())
-
-
-def int4pack(q: QuantizedWeight) -> Entry:
-    """torch's ``_weight_int4pack_mm_for_cpu`` in bfloat16: w = (code - 8) * scale + offset, offset = (8 - zero) * scale."""
-    assert q.zeros is not None
-    aten = torch.ops.aten
-    packed = aten._convert_weight_to_int4pack_for_cpu(q.codes.int(), 1)
-    scales = q.scales.float()
-    pair = torch.stack([scales, (8 - q.zeros.float()) * scales], -1).transpose(0, 1).contiguous().bfloat16()
-    group = q.group_size
-    aten._weight_int4pack_mm_for_cpu(
-        torch.zeros(1, q.k, dtype=torch.bfloat16), packed, group, pair
-    )  # refuses odd groups here
-
-    def make(xs: Mapping[str, Tensor]) -> Call:
-        mine, scale, x = packed.clone(), pair.clone(), xs["bfloat16"]
-        return lambda: aten._weight_int4pack_mm_for_cpu(x, mine, group, scale)
-
-    facts = {"peer": "int4pack", "group": group}
-    return Entry("torch int4pack bfloat16", facts, packed.nbytes + pair.nbytes, make, dequantize(q))
-
-
-def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
-    """Round to nearest: 4 bits with zero points, 8 bits signed. Scales are what float16 holds, as in a checkpoint."""
-    n, k = weight.shape
-    if group < 1 or k % group:
-        raise FormatError(f"--group: found {group}, accepted here is a divisor of K={k}")
-    blocks = weight.reshape(n, k // group, group)
-    if bits == 8:
-        scales = (blocks.abs().amax(-1) / 127).half()
-        codes = (blocks / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
-        return QuantizedWeight(codes.reshape(n, k), scales, group, bits)
-    low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (blocks / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
-    return QuantizedWeight(codes.reshape(n, k), scales, group, bits, zeros=zeros.to(torch.uint8))
-
-
 def _case(p: Problem, entries: list[Entry], args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     xs = {name: p.x.to(getattr(torch, name)) for name in ("float32", "bfloat16", "float16")}
     competitors, errors, copies = [], {}, {}
@@ -227,7 +161,7 @@ def _case(p: Problem, entries: list[Entry], args: argparse.Namespace, threads: i
         t = times[entry.name]
         yield {
             "bench": "layers", "name": entry.name, "n": p.n, "k": p.k, "m": p.m, "threads": threads, **entry.facts,
-            "x_dtype": entry.facts.get("peer", args.dtype).replace("int4pack", "bfloat16"),
+            "x_dtype": entry.facts.get("x_dtype", args.dtype),
             "median_ms": round(t.median, 5), "min_ms": round(t.least, 5), "repeats": t.repeats,
             "gops": round(2e-6 * p.m * p.n * p.k / t.median, 2), "weight_bytes": entry.weight_bytes,
             "gb_per_s": round(1e-6 * entry.weight_bytes / t.median, 2), "error": float(f"{errors[entry.name]:.3g}"),

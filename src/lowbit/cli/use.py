@@ -24,6 +24,14 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument("--top-k", type=int, default=0, help="0 is all (default)")
     run.add_argument("--top-p", type=float, default=1.0)
     run.add_argument("--seed", type=int, default=0)
+    run.add_argument(
+        "--engine", choices=("auto", "native", "transformers"), default="auto",
+        help="native: one compiled call a token; auto (default) is native where the model fits",
+    )  # fmt: skip
+    run.add_argument(
+        "--head", choices=("w8a8", "float"), default="w8a8",
+        help="what the native engine makes of a float output head (default: a copy in 8 bits)",
+    )  # fmt: skip
     _loading(run)
     run.set_defaults(run=generate)
 
@@ -75,7 +83,7 @@ def generate(args: argparse.Namespace) -> int:
         _write(args.prompt)
     result = decode(
         model, encode(tokenizer, args.prompt, args.chat), args.max_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p, seed=args.seed, on_token=stream,
+        top_k=args.top_k, top_p=args.top_p, seed=args.seed, on_token=stream, engine=args.engine, head=args.head,
     )  # fmt: skip
     stream.close()
     if args.json:
@@ -83,6 +91,8 @@ def generate(args: argparse.Namespace) -> int:
         as_json({"text": stream.text(), **result._asdict(), **rates})
         return 0
     print(flush=True)
+    why = f" ({result.reason})" if result.reason else ""
+    print(f"engine {result.engine}{why}", file=sys.stderr)
     prefill = f"prefill {result.prompt_tokens} tokens, {result.prefill_rate:.1f} tokens/s"
     print(f"{prefill}; decode {len(result.tokens)} tokens, {result.decode_rate:.1f} tokens/s", file=sys.stderr)
     return 0
@@ -122,7 +132,7 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-BENCHES = ("layers", "numbers")
+BENCHES = ("layers", "peers", "numbers")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -132,7 +142,7 @@ def bench(args: argparse.Namespace) -> int:
     if not args.rest or args.rest[0] not in BENCHES:
         found = repr(args.rest[0]) if args.rest else "nothing"
         if found in ("'-h'", "'--help'"):
-            print("usage: lowbit bench layers | numbers ...   (lowbit bench layers --help lists its options)")
+            print("usage: lowbit bench layers | peers | numbers ...   (lowbit bench layers --help lists its options)")
             return 0
         raise FormatError(f"bench: found {found}, accepted are {', '.join(BENCHES)}")
     module = importlib.import_module(f"lowbit.bench.{args.rest[0]}")

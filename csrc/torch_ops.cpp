@@ -4,8 +4,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -15,8 +13,9 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "host.h"
 
+using lowbit::parallel, lowbit::table_of;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace cpu = lowbit::cpu;
@@ -35,7 +34,7 @@ static const cpu::KernelTable* default_table() {
   STD_TORCH_CHECK(table, "QM_CPU_ISA: found '", word ? word : "", "', this CPU has ", cpu_isas());
   return table;
 }
-static const cpu::KernelTable* table_of(const std::string& isa) {
+const cpu::KernelTable* lowbit::table_of(const std::string& isa) {
   static const cpu::KernelTable* const chosen = default_table();
   if (isa.empty()) return chosen;
   const cpu::KernelTable* table = cpu::pick(isa.c_str());
@@ -56,18 +55,6 @@ static cpu::Dtype dtype_of(const Tensor& x) {
       STD_TORCH_CHECK(false, "x: found dtype ", static_cast<int>(x.scalar_type()),
                       " (c10 number), accepted are float32, bfloat16, float16");
   }
-}
-
-// torch's pool does not survive a fork: a child that asked it for work would wait for threads that are not
-// there. So a child computes on the thread that called, with the same bits.
-static bool forked_child = false;
-[[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { forked_child = true; });
-template <class F>
-static void parallel(int64_t begin, int64_t end, int64_t grain, const F& f) {
-  if (forked_child)
-    f(begin, end);
-  else
-    torch::stable::parallel_for(begin, end, grain, f);
 }
 
 // Scratch that one call owns, on a cache line. Sizes are in bytes.

@@ -221,7 +221,11 @@ def test_run_generates_text(quantized: Path, capsys: pytest.CaptureFixture[str])
     assert found["prefill_tokens_per_s"] > 0
     assert main([str(word) for word in arguments]) == 0
     out, err = capsys.readouterr()
-    assert out == "The fox" + found["text"] + "\n" and "tokens/s" in err
+    assert out == "The fox" + found["text"] + "\n" and "tokens/s" in err and "engine native\n" in err
+    assert (found["engine"], found["reason"]) == ("native", "")
+    plainly = run(capsys, *arguments, "--engine", "transformers")
+    assert plainly["engine"] == "transformers" and plainly["prompt_tokens"] == 7
+    assert run(capsys, *arguments, "--head", "float")["engine"] == "native"
     sampled = [run(capsys, *arguments, "--temperature", 3, "--seed", seed)["tokens"] for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert run(capsys, *arguments, "--chat")["prompt_tokens"] != 7

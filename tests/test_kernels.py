@@ -410,7 +410,8 @@ def op_samples() -> list[tuple[str, tuple[object, ...]]]:
 def test_every_operator_has_a_sample() -> None:
     schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"{ops.NAMESPACE}::")}
     names = {s.split("::")[1] for s in schemas}
-    assert names - {"cpu_isas", "cpu_isa"} == {name for name, _ in op_samples()}
+    handles = {"decoder_new", "decoder_free", "decoder_scratch", "decoder_step"}  # test_llama_engine.py has the step
+    assert names - {"cpu_isas", "cpu_isa"} - handles == {name for name, _ in op_samples()}
 
 
 @pytest.mark.parametrize("index", range(len(op_samples())))

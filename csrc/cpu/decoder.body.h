@@ -1,8 +1,9 @@
-// What stands between the linears of a decoder, in float32: RMSNorm, rotation, cache, attention, SiLU. No intrinsics
-// here: F, I, kLanes and the verbs come from isa/<name>.simd.h. All sums go through 16 lanes and one fixed tree, so
-// every tier gives the same bits, and a row of many gives the same bits as that row alone.
+// What stands between the linears of a decoder, in float32: RMSNorm, rotation, cache, attention, SiLU. No
+// intrinsics here: F, I, kLanes and the verbs come from isa/<name>.simd.h. All sums go through 16 lanes and
+// one fixed tree, so every tier gives the same bits, and a row of many gives the same bits as that row alone.
 
-// exp for |x| <= 88 in nine fused steps: e^x = 2^n e^r, the series of e^r to r^7 (5e-9 relative). Below -88 it is 0.
+// exp for |x| <= 88 in nine fused steps: e^x = 2^n e^r, the series of e^r to r^7 (5e-9 relative). Below -88
+// it is 0.
 static inline F exp_f(F x) {
   x = max_f(splat(-88.f), x);  // this order keeps NaN
   const I n = to_int(mul(x, splat(1.44269504f)));
@@ -67,8 +68,7 @@ static void add_norm(const NormArgs& a, int64_t row_begin, int64_t row_end) {
 static void silu_mul(float* gate, const float* up, int64_t rows, int64_t stride, int64_t columns) {
   for (int64_t m = 0; m < rows; ++m, gate += stride, up += stride)
     for (int64_t j = 0; j < columns; j += kLanes) {
-      const F g = load(gate + j), minus = mul(g, splat(-1.f));
-      const F e = exp_f(mul(max_f(splat(-88.f), mul(minus, splat(-1.f))), splat(-1.f)));  // at most e^88
+      const F g = load(gate + j), e = exp_f(mul(max_f(splat(-88.f), g), splat(-1.f)));  // at most e^88
       store(gate + j, mul(div_f(g, add_f(splat(1.f), e)), load(up + j)));
     }
 }
@@ -112,7 +112,8 @@ static void append_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_e
 static inline F load_cached(const float* p) { return load(p); }
 static inline F load_cached(const uint16_t* p) { return load_half(p); }
 
-// out [R rows, P * 16] = a [R rows, depth] b, where b is P panels of 16 columns; one chain over depth an output.
+// out [R rows, P * 16] = a [R rows, depth] b, where b is P panels of 16 columns; one chain over depth an
+// output.
 template <int R, int P, class T>
 static inline void tile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t panel_stride,
                         int64_t depth, float* out, int64_t out_stride) {
@@ -135,13 +136,21 @@ static inline void tile(const float* a, int64_t a_stride, const T* b, int64_t b_
     for (int p = 0; p < P; ++p)
       for (int v = 0; v < kVecs; ++v) store(out + r * out_stride + p * kPanel + v * kLanes, acc[r][p][v]);
 }
+// Panels at once: enough chains to hide the latency of fma, few enough for the registers.
+template <int R>
+constexpr int chain_panels() {
+  if (kVecs == 1) return R == 1 ? 8 : R <= 3 ? 4 : 2;
+  if (kVecs == 2) return R == 1 ? 4 : R == 2 ? 2 : 1;
+  return kVecs == 4 && R == 1 ? 2 : 1;
+}
 template <int R, class T>
 static inline void tiles(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t panel_stride,
                          int64_t panels, int64_t depth, float* out, int64_t out_stride) {
-  constexpr int P = R == 1 ? 4 : R <= 3 ? 2 : 1;  // enough chains to hide the latency of fma
+  constexpr int P = chain_panels<R>();
   int64_t p = 0;
   for (; p + P <= panels; p += P)
-    tile<R, P, T>(a, a_stride, b + p * panel_stride, b_stride, panel_stride, depth, out + p * kPanel, out_stride);
+    tile<R, P, T>(a, a_stride, b + p * panel_stride, b_stride, panel_stride, depth, out + p * kPanel,
+                  out_stride);
   if constexpr (P > 1)
     for (; p < panels; ++p)
       tile<R, 1, T>(a, a_stride, b + p * panel_stride, b_stride, panel_stride, depth, out + p * kPanel,
@@ -153,10 +162,10 @@ static inline void product(int64_t rows, const float* a, int64_t a_stride, const
                            int64_t panel_stride, int64_t panels, int64_t depth, float* out,
                            int64_t out_stride) {
   switch (rows) {
-#define LOWBIT_TILE(R)                                                                              \
-  case R:                                                                                           \
-    if constexpr (R <= kAttentionRows)                                                              \
-      tiles<R, T>(a, a_stride, b, b_stride, panel_stride, panels, depth, out, out_stride);          \
+#define LOWBIT_TILE(R)                                                                     \
+  case R:                                                                                  \
+    if constexpr (R <= kAttentionRows)                                                     \
+      tiles<R, T>(a, a_stride, b, b_stride, panel_stride, panels, depth, out, out_stride); \
     break
     LOWBIT_TILE(1);
     LOWBIT_TILE(2);
@@ -170,7 +179,8 @@ static inline void product(int64_t rows, const float* a, int64_t a_stride, const
   }
 }
 
-// scores [valid] -> exp(scores - max), zeros up to `width`; the maximum and the sum. Nothing valid: -inf and 0.
+// scores [valid] -> exp(scores - max), zeros up to `width`; the maximum and the sum. Nothing valid: -inf and
+// 0.
 static inline float soften(float* s, int64_t valid, int64_t width, float& total) {
   const float lowest = -__builtin_inff();
   const int64_t whole = round_up(valid, kPanel);
@@ -191,11 +201,12 @@ static inline float soften(float* s, int64_t valid, int64_t width, float& total)
   return most;
 }
 
-// One key/value head (or some of the query heads that share it) against kTileRows rows of x. Rows stand in the
-// scratch as [row of x, query head], so that what they may see grows along them.
+// One key/value head (or some of the query heads that share it) against kTileRows rows of x. Rows stand in
+// the scratch as [row of x, query head], so that what they may see grows along them.
 template <class T>
 static void attend_item(const AttentionArgs& a, int64_t head, int64_t first, float* scratch) {
-  const int64_t d = a.head_dim, share = a.heads_per_item, last = first + kTileRows < a.m ? first + kTileRows : a.m;
+  const int64_t d = a.head_dim, share = a.heads_per_item,
+                last = first + kTileRows < a.m ? first + kTileRows : a.m;
   const int64_t rows = (last - first) * share, kv = head / (a.heads / a.kv_heads);
   float* q = scratch;
   float* scores = q + rows * d;
@@ -225,7 +236,8 @@ static void attend_item(const AttentionArgs& a, int64_t head, int64_t first, flo
       product<T>(n, q + i * d, d, keys + begin * d, kPanel, kPanel * d, panels, d, scores + i * kSegment,
                  kSegment);
       float here[kAttentionRows], sum[kAttentionRows];
-      for (int64_t r = 0; r < n; ++r) here[r] = soften(scores + (i + r) * kSegment, seen(i + r), depth, sum[r]);
+      for (int64_t r = 0; r < n; ++r)
+        here[r] = soften(scores + (i + r) * kSegment, seen(i + r), depth, sum[r]);
       product<T>(n, scores + i * kSegment, kSegment, values + begin * d, d, kPanel, d / kPanel, depth,
                  part + i * d, d);
       for (int64_t r = 0; r < n; ++r) {
@@ -253,11 +265,12 @@ static void attend_item(const AttentionArgs& a, int64_t head, int64_t first, flo
   }
 }
 static void attend(const AttentionArgs& a, int64_t item_begin, int64_t item_end, float* scratch) {
-  const int64_t pieces = a.heads / a.heads_per_item;
+  const int64_t pieces = a.heads / a.heads_per_item, blocks = (a.m + kTileRows - 1) / kTileRows;
   for (int64_t item = item_begin; item < item_end; ++item) {
-    // The last rows see most: they come first, and each thread gets some of every head.
-    const int64_t tiles = (a.m + kTileRows - 1) / kTileRows;
-    const int64_t head = item % pieces * a.heads_per_item, first = (tiles - 1 - item / pieces) * kTileRows;
+    // Late rows see more than early ones: taken in turns from both ends, any range of items is a fair share.
+    const int64_t turn_of = item / pieces, half = turn_of / 2;
+    const int64_t head = item % pieces * a.heads_per_item;
+    const int64_t first = (turn_of % 2 ? blocks - 1 - half : half) * kTileRows;
     if (a.half)
       attend_item<uint16_t>(a, head, first, scratch);
     else

@@ -1,5 +1,5 @@
-// One step of a Llama-like decoder over packed linears: what a layer is, what a step takes, and the arguments of
-// the verbs that stand between the linears. No torch here; decoder_ops.cpp checks and calls.
+// One step of a Llama-like decoder over packed linears: what a layer is, what a step takes, and the arguments
+// of the verbs that stand between the linears. No torch here; decoder_ops.cpp checks and calls.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace lowbit::cpu {
 
-// The cache of one layer: keys [kv_heads, capacity / 16, head_dim, 16] (16 positions side by side, so that scores
-// need no horizontal sum), values [kv_heads, capacity, head_dim]; float32, or float16 where `half`.
+// The cache of one layer: keys [kv_heads, capacity / 16, head_dim, 16] (16 positions side by side, so that
+// scores need no horizontal sum), values [kv_heads, capacity, head_dim]; float32, or float16 where `half`.
 constexpr int64_t kSegment = 256;  // positions whose softmax is taken at once; segments are merged in order
 constexpr int64_t kTileRows = 16;  // rows of x that one item of attention holds
 
@@ -23,20 +23,20 @@ struct NormArgs {       // x += add;  y = x / sqrt(mean(x^2) + eps) * weight
 };
 
 struct AttentionArgs {
-  float* q;                        // [m, heads * head_dim], before norm and rotation
-  float* k;                        // [m, kv_heads * head_dim], likewise; rotated in place
-  const float* v;                  // [m, kv_heads * head_dim]
-  int64_t m, heads, kv_heads;      //
-  int64_t head_dim;                // a multiple of 16
-  int64_t position;                // of row 0
-  const float *q_norm, *k_norm;    // [head_dim] or null: RMSNorm of every head
-  float eps, scale;                //
-  const float *cosines, *sines;    // [>= position + m, head_dim / 2]
-  void *keys, *values;             //
-  int64_t capacity;                // a multiple of 16
-  bool half;                       //
-  int64_t heads_per_item;          // divides heads / kv_heads
-  float* out;                      // [m, heads * head_dim]
+  float* q;                      // [m, heads * head_dim], before norm and rotation
+  float* k;                      // [m, kv_heads * head_dim], likewise; rotated in place
+  const float* v;                // [m, kv_heads * head_dim]
+  int64_t m, heads, kv_heads;    //
+  int64_t head_dim;              // a multiple of 16
+  int64_t position;              // of row 0
+  const float *q_norm, *k_norm;  // [head_dim] or null: RMSNorm of every head
+  float eps, scale;              //
+  const float *cosines, *sines;  // [>= position + m, head_dim / 2]
+  void *keys, *values;           //
+  int64_t capacity;              // a multiple of 16
+  bool half;                     //
+  int64_t heads_per_item;        // divides heads / kv_heads
+  float* out;                    // [m, heads * head_dim]
 };
 constexpr int64_t attention_items(const AttentionArgs& a) {
   return a.heads / a.heads_per_item * ((a.m + kTileRows - 1) / kTileRows);

@@ -1,5 +1,6 @@
 // The one interface that every instruction set fills: a table of functions over these argument structs.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 namespace lowbit::cpu {
@@ -59,6 +60,9 @@ struct LinearArgs {
 
 enum Needs : unsigned { kNothing = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512Vnni = 4, kDotprod = 1, kI8mm = 2 };
 
+struct NormArgs;  // decoder.h, as is all that the last four functions of a table do
+struct AttentionArgs;
+
 struct KernelTable {
   const char* name;  // the word a person types: "scalar", "avx2", ...
   unsigned needs;    // asked of the CPU by dispatch.cpp; code in isa/ may not run before the answer
@@ -68,6 +72,10 @@ struct KernelTable {
   void (*linear_w8)(const LinearArgs&, int64_t panel_begin, int64_t panel_end);
   void (*linear_f16)(const LinearArgs&, int64_t panel_begin,
                      int64_t panel_end);  // weight [panels, k, 16] float16
+  void (*add_norm)(const NormArgs&, int64_t row_begin, int64_t row_end);
+  void (*silu_mul)(float* gate, const float* up, int64_t rows, int64_t stride, int64_t columns);
+  void (*append_rows)(const AttentionArgs&, int64_t row_begin, int64_t row_end);
+  void (*attend)(const AttentionArgs&, int64_t item_begin, int64_t item_end, float* scratch);
 };
 
 extern const KernelTable kScalarTable;

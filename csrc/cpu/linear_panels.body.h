@@ -14,11 +14,13 @@
 // which lane is its own business: `scales`, `zeros` and `of_x` answer in that order, `rows` brings the totals
 // into ours.
 
-// `small`: every |d| is below 2^22. kFolds: a group has more than T::kFold columns, whose sums have to widen in
-// between.
+// `small`: every |d| is below 2^22. kFolds: a group has more than T::kFold columns, whose sums have to widen
+// in between.
 template <class T, bool kPerGroup, bool kFolds>
-static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, const uint8_t* w, const uint8_t* tail, const int8_t* x,
-                            int64_t first_row, int part, bool small, float* out) {
+static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, const uint8_t* w,
+                                                           const uint8_t* tail, const int8_t* x,
+                                                           int64_t first_row, int part, bool small,
+                                                           float* out) {
   const Rows& r = *a.rows;
   const int32_t* sums = r.sums + first_row * r.groups;
   const float* x_scale = kPerGroup ? r.scales + first_row * r.groups : r.scales + first_row;
@@ -38,6 +40,7 @@ static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, 
     T::start(acc, small);
     for (int64_t left = columns; left > 0; left -= kStep) {
       T::dot(acc, w, x);
+      T::keep(acc);
       T::dot(acc, w + T::kStepBytes, x + T::kXBytes);
       w += 2 * T::kStepBytes, x += 2 * T::kXBytes;
     }
@@ -94,8 +97,8 @@ static inline __attribute__((always_inline)) void int_tile(const LinearArgs& a, 
 // One block of rows of x against one panel (`w`: its codes, packed or expanded), part by part; then bias and
 // rounding.
 template <class T, bool kPerGroup>
-static __attribute__((noinline)) void int_block(const LinearArgs& a, const uint8_t* w, const int8_t* x, int64_t first_row,
-                      int64_t panel, bool small) {
+static __attribute__((noinline)) void int_block(const LinearArgs& a, const uint8_t* w, const int8_t* x,
+                                                int64_t first_row, int64_t panel, bool small) {
   const Rows& r = *a.rows;
   const int64_t part_bytes = T::kExpanded ? r.groups * r.padded * T::kRows : T::kRows * 8;
   const uint8_t* tail = a.weight + panel * r.groups * a.group_bytes + r.padded * T::kColumnBytes;

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from . import ops
+from . import layouts, ops
 from .types import QuantizedWeight
 
 
@@ -38,10 +38,17 @@ def _takes_everything(q: QuantizedWeight, device: str) -> str | None:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("cpu_linear_w4", "x86_panels", partial(_int_panels, 4)),
-    Kernel("cpu_linear_w8", "x86_panels", partial(_int_panels, 8)),
+    Kernel("cpu_linear_w4", layouts.MACHINE, partial(_int_panels, 4)),
+    Kernel("cpu_linear_w8", layouts.MACHINE, partial(_int_panels, 8)),
     Kernel("reference", "plain", _takes_everything),
 )
+
+
+# The tiers of a build, best first: csrc/cpu/dispatch.cpp lists the same.
+TIERS = {
+    "x86_panels": ("avx512vnni", "avxvnni", "avx2", "scalar"),
+    "arm_panels": ("i8mm", "dotprod", "neon", "scalar"),
+}
 
 
 class Choice(NamedTuple):
@@ -64,7 +71,7 @@ def tiers() -> list[tuple[str, str]]:
     have, chosen = ops.cpu_isas(), ops.cpu_isa()
     rows: list[tuple[str, str]] = []
     above = True
-    for name in ("avx512vnni", "avxvnni", "avx2", "scalar"):
+    for name in TIERS[layouts.MACHINE]:
         if name not in have:
             rows.append((name, "this CPU lacks it"))
         elif name == chosen:

@@ -81,4 +81,40 @@ def quantize_rows(x: Tensor, group_size: int = 0, isa: str = "") -> tuple[Tensor
     return codes, scales
 
 
+@torch.library.register_fake(f"{NAMESPACE}::decoder_step")  # type: ignore[untyped-decorator]
+def _(
+    decoder: int,
+    ids: Tensor,
+    position: int,
+    keys: Tensor,
+    values: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    scratch: Tensor,
+    out: Tensor,
+    isa: str = "",
+) -> None:
+    return None
+
+
+def decoder_new(tensors: list[Tensor], sizes: list[int], eps: float, scale: float) -> int:
+    """The number of a decoder over these tensors, in the order of csrc/decoder_ops.cpp; it keeps them alive."""
+    number: int = _OPS.decoder_new.default(tensors, sizes, eps, scale)
+    return number
+
+
+def decoder_free(decoder: int) -> None:
+    """Let a decoder go. A number that is none is no error."""
+    _OPS.decoder_free.default(decoder)
+
+
+def decoder_scratch(decoder: int, rows: int) -> int:
+    """Bytes of scratch that a step of ``rows`` tokens takes on the threads torch has now."""
+    size: int = _OPS.decoder_scratch.default(decoder, rows)
+    return size
+
+
+decoder_step = _OPS.decoder_step.default  # no wrapper: once a token
+
+
 cpu_isa()  # a wrong QM_CPU_ISA is an error at import, not at the first layer

@@ -1,5 +1,6 @@
-// Runs every kernel table it is linked with on the same random and extreme inputs and compares the outputs with those
-// of the scalar table, byte for byte. Prints one line a table and "differences: N". No torch, no package: kernels.h only.
+// Runs every kernel table it is linked with on the same random and extreme inputs and compares the outputs
+// with those of the scalar table, byte for byte. Prints one line a table and "differences: N". No torch, no
+// package: kernels.h only.
 //
 //   compare            every table this CPU has (linked with dispatch.cpp)
 //   compare --all      every table, the CPU is not asked: for builds over model.h
@@ -9,7 +10,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "decoder.h"
 
 using namespace lowbit::cpu;
 
@@ -79,9 +80,13 @@ struct Problem {
       float size = 1.f;
       for (int e = below(40) - 20; e; e += e < 0 ? 1 : -1) size *= e < 0 ? .5f : 2.f;
       for (int64_t k = 0; k < c.k; ++k) {
-        float v = c.fill == kLow ? -3.f : c.fill == kHigh ? 3.f : c.fill == kSpread ? ((m + k) % 2 ? 3.f : -3.f) : uniform() * size;
+        float v = c.fill == kLow      ? -3.f
+                  : c.fill == kHigh   ? 3.f
+                  : c.fill == kSpread ? ((m + k) % 2 ? 3.f : -3.f)
+                                      : uniform() * size;
         if (c.fill == kBroken) {
-          const uint32_t special[] = {0x7fc00000, 0x7f800000, 0xff800000, 0x7f7fffff, 1, 0x80000000, 0x0d7fffff, 0x0d800000};
+          const uint32_t special[] = {0x7fc00000, 0x7f800000, 0xff800000, 0x7f7fffff,
+                                      1,          0x80000000, 0x0d7fffff, 0x0d800000};
           if (m % 3 == 0 && k % 5 == 0) std::memcpy(&v, &special[below(8)], 4);
           if (m % 3 == 1) std::memcpy(&v, &special[4 + m / 3 % 4], 4);
         }
@@ -105,7 +110,10 @@ struct Problem {
       return;
     }
     for (int64_t i = 0; i < code_bytes; ++i)
-      p[i] = c.fill == kLow ? 0 : c.fill == kHigh ? 255 : c.fill == kSpread ? (i % 2 ? 255 : 0) : static_cast<uint8_t>(next());
+      p[i] = c.fill == kLow      ? 0
+             : c.fill == kHigh   ? 255
+             : c.fill == kSpread ? (i % 2 ? 255 : 0)
+                                 : static_cast<uint8_t>(next());
     p += code_bytes;
     for (int i = 0; i < kPanel; ++i) {
       const float s = uniform() / 64;
@@ -117,15 +125,18 @@ struct Problem {
     }
     p += c.wide ? 64 : 32;
     const int top = c.weight == kW4 ? 16 : 256;
-    for (int i = 0; i < kPanel; ++i) p[i] = static_cast<uint8_t>(c.fill == kRandom || c.fill == kBroken ? below(top) : flip ? top - 1 : 0);
+    for (int i = 0; i < kPanel; ++i)
+      p[i] = static_cast<uint8_t>(c.fill == kRandom || c.fill == kBroken ? below(top) : flip ? top - 1 : 0);
   }
 
   // The output of rows [first, first + count), in two spans of panels as two threads would take it.
   std::vector<uint8_t> run(const KernelTable& table, int64_t first, int64_t count) const {
-    const size_t width = static_cast<size_t>(groups * padded), rows = static_cast<size_t>(count), item = c.dtype == Dtype::kFloat32 ? 4 : 2;
+    const size_t width = static_cast<size_t>(groups * padded), rows = static_cast<size_t>(count),
+                 item = c.dtype == Dtype::kFloat32 ? 4 : 2;
     std::vector<int8_t> codes(rows * width + 64, 99);
     std::vector<int32_t> sums(rows * static_cast<size_t>(groups), 99);
-    std::vector<float> scales(rows * static_cast<size_t>(groups) + rows, 99.f), floats(rows * width, 99.f), scratch(width, 99.f);
+    std::vector<float> scales(rows * static_cast<size_t>(groups) + rows, 99.f), floats(rows * width, 99.f),
+        scratch(width, 99.f);
     const Rows r{x.data() + static_cast<size_t>(first * c.k) * item,
                  c.dtype,
                  count,
@@ -146,7 +157,9 @@ struct Problem {
     table.quantize_rows(r, blocks / 2, blocks);
     std::vector<uint8_t> y(rows * static_cast<size_t>(c.n) * item + 32, 0xa5);
     const LinearArgs a{&r, weight.data(), c.n, group_bytes, c.wide, c.bias ? bias.data() : nullptr, y.data()};
-    const auto linear = c.weight == kW4 ? table.linear_w4 : c.weight == kW8 ? table.linear_w8 : table.linear_f16;
+    const auto linear = c.weight == kW4   ? table.linear_w4
+                        : c.weight == kW8 ? table.linear_w8
+                                          : table.linear_f16;
     linear(a, 0, panels / 3);
     linear(a, panels / 3, panels);
     for (size_t i = y.size() - 32; i < y.size(); ++i)
@@ -154,6 +167,57 @@ struct Problem {
     return y;
   }
 };
+
+// What stands between the linears of a decoder: norm, SiLU, cache and attention of `m` rows from `position`
+// on.
+std::vector<float> between(const KernelTable& table, int64_t m, int64_t position, int64_t head_dim,
+                           int64_t share, bool half, bool norms) {
+  const int64_t kv_heads = 2, heads = kv_heads * share, n = heads * head_dim,
+                capacity = round_up(position + m, kPanel);
+  state = 88172645463325252u + static_cast<uint64_t>(m * 1000 + position);
+  const auto random = [](int64_t count, float scale) {
+    std::vector<float> v(static_cast<size_t>(count));
+    for (float& f : v) f = uniform() * scale;
+    return v;
+  };
+  std::vector<float> x = random(m * n, 3.f), add = random(m * n, 3.f), weight = random(n, 2.f),
+                     gate = random(m * n, 100.f), y(x.size());
+  table.add_norm(NormArgs{x.data(), add.data(), weight.data(), y.data(), n, 1e-5f}, 0, m);
+  table.silu_mul(gate.data(), add.data(), m, n, n);
+  std::vector<float> k = random((position + m) * kv_heads * head_dim, 2.f),
+                     v = random((position + m) * kv_heads * head_dim, 2.f);
+  const std::vector<float> c = random((position + m) * head_dim / 2, 1.f),
+                           s = random((position + m) * head_dim / 2, 1.f);
+  std::vector<uint8_t> keys(static_cast<size_t>(kv_heads * capacity * head_dim * 4)), values(keys.size());
+  std::vector<float> out(x.size()),
+      scratch(static_cast<size_t>(attention_scratch(m < kTileRows ? m : kTileRows, share, head_dim)));
+  AttentionArgs a{y.data(),
+                  k.data(),
+                  v.data(),
+                  position + m,
+                  heads,
+                  kv_heads,
+                  head_dim,
+                  0,
+                  norms ? weight.data() : nullptr,
+                  norms ? weight.data() : nullptr,
+                  1e-5f,
+                  0.2f,
+                  c.data(),
+                  s.data(),
+                  keys.data(),
+                  values.data(),
+                  capacity,
+                  half,
+                  share,
+                  out.data()};
+  table.append_rows(a, 0, position + m);
+  a.m = m, a.position = position;
+  table.attend(a, 0, attention_items(a), scratch.data());
+  for (const std::vector<float>* more : {&x, &y, &gate, &k})
+    out.insert(out.end(), more->begin(), more->end());
+  return out;
+}
 
 }  // namespace
 
@@ -164,7 +228,8 @@ int main(int argc, char** argv) {
     if (!std::strcmp(at(i)->name, "scalar")) scalar = at(i);
   std::vector<const KernelTable*> tables;
   for (int i = 0; i < count(); ++i)
-    if (at(i) != scalar && (all || supported(*at(i))) && (argc < 3 || !std::strcmp(at(i)->name, argv[2]))) tables.push_back(at(i));
+    if (at(i) != scalar && (all || supported(*at(i))) && (argc < 3 || !std::strcmp(at(i)->name, argv[2])))
+      tables.push_back(at(i));
 
   const int64_t ms[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33}, ns[] = {1, 15, 16, 17, 40, 64, 67, 129};
   const int64_t ks[] = {1, 7, 32, 33, 64, 96, 100, 257, 512}, gs[] = {1, 8, 16, 20, 32, 64, 128, 1000000};
@@ -175,10 +240,21 @@ int main(int argc, char** argv) {
         for (int fill = 0; fill < kFills; ++fill)
           for (int round = 0; round < 16; ++round) {
             if (w == kF16 && granularity != 2) continue;
-            Case c{static_cast<Weight>(w), static_cast<Granularity>(granularity), static_cast<Dtype>(dtype), static_cast<Fill>(fill),
-                   ms[below(12)], ns[below(8)], ks[below(9)], gs[below(8)], below(2) != 0, below(3) == 0, below(3) == 0, below(2) != 0};
-            if (round == 0) c.k = 4096, c.group = 1000000, c.m = 9, c.n = 33;   // long sums: d is no longer exact in float32
-            if (round < 12) c.m = ms[round];                                    // every height of a tile
+            Case c{static_cast<Weight>(w),
+                   static_cast<Granularity>(granularity),
+                   static_cast<Dtype>(dtype),
+                   static_cast<Fill>(fill),
+                   ms[below(12)],
+                   ns[below(8)],
+                   ks[below(9)],
+                   gs[below(8)],
+                   below(2) != 0,
+                   below(3) == 0,
+                   below(3) == 0,
+                   below(2) != 0};
+            if (round == 0)
+              c.k = 4096, c.group = 1000000, c.m = 9, c.n = 33;  // long sums: d is no longer exact in float32
+            if (round < 12) c.m = ms[round];                     // every height of a tile
             if (c.group > c.k) c.group = c.k;
             const Problem p(c);
             const std::vector<uint8_t> want = p.run(*scalar, 0, c.m);
@@ -192,12 +268,30 @@ int main(int argc, char** argv) {
               done[t] += 2;
               if (same) continue;
               if (!wrong[t]++)
-                std::printf("%s differs: weight %d granularity %d dtype %d fill %d m %ld n %ld k %ld group %ld wide %d perm %d smooth %d bias %d\n",
-                            tables[t]->name, w, granularity, dtype, fill, static_cast<long>(c.m), static_cast<long>(c.n),
-                            static_cast<long>(c.k), static_cast<long>(c.group), c.wide, c.perm, c.smooth, c.bias);
+                std::printf(
+                    "%s differs: weight %d granularity %d dtype %d fill %d m %ld n %ld k %ld group %ld wide "
+                    "%d perm %d smooth %d bias %d\n",
+                    tables[t]->name, w, granularity, dtype, fill, static_cast<long>(c.m),
+                    static_cast<long>(c.n), static_cast<long>(c.k), static_cast<long>(c.group), c.wide,
+                    c.perm, c.smooth, c.bias);
               if (argc > 3) return 1;
             }
           }
+  for (const int64_t m : {1, 5, 16, 37})
+    for (const int64_t position : {0, 3, 250, 600})
+      for (int kind = 0; kind < 4; ++kind) {
+        const int64_t head_dim = kind < 2 ? 64 : 16 * (1 + kind % 2 * 2), share = 1 + kind;
+        const std::vector<float> want = between(*scalar, m, position, head_dim, share, kind % 2, kind > 1);
+        for (size_t t = 0; t < tables.size(); ++t) {
+          const std::vector<float> got =
+              between(*tables[t], m, position, head_dim, share, kind % 2, kind > 1);
+          ++done[t];
+          if (!std::memcmp(got.data(), want.data(), want.size() * sizeof(float))) continue;
+          if (!wrong[t]++)
+            std::printf("%s differs between linears: m %ld position %ld kind %d\n", tables[t]->name,
+                        static_cast<long>(m), static_cast<long>(position), kind);
+        }
+      }
   long differences = 0;
   for (size_t t = 0; t < tables.size(); ++t) {
     std::printf("%s: %ld outputs compared with scalar, %ld differ\n", tables[t]->name, done[t], wrong[t]);

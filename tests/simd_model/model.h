@@ -1,7 +1,8 @@
-// What AVX-VNNI and AVX-512 do, on a CPU that has AVX2 only. Force-included (-include) in front of an isa/<set>.cpp:
-// a 512-bit register is a pair of 256-bit ones, so that fma, conversions and roundings are those of real instructions;
-// what AVX2 has no instruction for (vpdpbusd, vpmovdb, vpmovdw, mask blends) is written out lane by lane from its
-// definition. A test aid: nothing of it is in the package. LOWBIT_BREAK_* put one mistake in, to see that it is noticed.
+// What AVX-VNNI and AVX-512 do, on a CPU that has AVX2 only. Force-included (-include) in front of an
+// isa/<set>.cpp: a 512-bit register is a pair of 256-bit ones, so that fma, conversions and roundings are
+// those of real instructions; what AVX2 has no instruction for (vpdpbusd, vpmovdb, vpmovdw, mask blends) is
+// written out lane by lane from its definition. A test aid: nothing of it is in the package. LOWBIT_BREAK_*
+// put one mistake in, to see that it is noticed.
 #pragma once
 #include <immintrin.h>
 
@@ -94,6 +95,12 @@ static inline F512 mul_ps(const F512& a, const F512& b) {
 static inline F512 add_ps(const F512& a, const F512& b) {
   return each_f([&](int h) { return _mm256_add_ps(a.half[h], b.half[h]); });
 }
+static inline F512 max_ps(const F512& a, const F512& b) {
+  return each_f([&](int h) { return _mm256_max_ps(a.half[h], b.half[h]); });
+}
+static inline F512 div_ps(const F512& a, const F512& b) {
+  return each_f([&](int h) { return _mm256_div_ps(a.half[h], b.half[h]); });
+}
 static inline F512 fmadd_ps(const F512& a, const F512& b, const F512& c) {
 #if defined(LOWBIT_BREAK_FMA)
   return add_ps(mul_ps(a, b), c);
@@ -125,11 +132,12 @@ static inline I512 cvtepu8_epi32(__m128i a) {
   return {{_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))}};
 }
 static inline I512 cvtepu16_epi32(__m256i a) {
-  return {{_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))}};
+  return {{_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)),
+           _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))}};
 }
-#define LOWBIT_MODEL_INTEGER(NAME, OP)                                       \
-  static inline I512 NAME(const I512& a, const I512& b) {                    \
-    return each_i([&](int h) { return OP(a.half[h], b.half[h]); });          \
+#define LOWBIT_MODEL_INTEGER(NAME, OP)                              \
+  static inline I512 NAME(const I512& a, const I512& b) {           \
+    return each_i([&](int h) { return OP(a.half[h], b.half[h]); }); \
   }
 LOWBIT_MODEL_INTEGER(add_epi32, _mm256_add_epi32)
 LOWBIT_MODEL_INTEGER(sub_epi32, _mm256_sub_epi32)
@@ -140,9 +148,9 @@ LOWBIT_MODEL_INTEGER(or_si512, _mm256_or_si256)
 LOWBIT_MODEL_INTEGER(xor_si512, _mm256_xor_si256)
 LOWBIT_MODEL_INTEGER(andnot_si512, _mm256_andnot_si256)
 #undef LOWBIT_MODEL_INTEGER
-#define LOWBIT_MODEL_SHIFT(NAME, OP)                                         \
-  static inline I512 NAME(const I512& a, int count) {                        \
-    return each_i([&](int h) { return OP(a.half[h], count); });              \
+#define LOWBIT_MODEL_SHIFT(NAME, OP)                            \
+  static inline I512 NAME(const I512& a, int count) {           \
+    return each_i([&](int h) { return OP(a.half[h], count); }); \
   }
 LOWBIT_MODEL_SHIFT(srli_epi32, _mm256_srli_epi32)
 LOWBIT_MODEL_SHIFT(slli_epi32, _mm256_slli_epi32)
@@ -206,6 +214,8 @@ static inline F512 mask_blend_ps(Mask16 mask, const F512& a, const F512& b) {  /
 #define _mm512_castps_si512 model::castps_si512
 #define _mm512_mul_ps model::mul_ps
 #define _mm512_add_ps model::add_ps
+#define _mm512_max_ps model::max_ps
+#define _mm512_div_ps model::div_ps
 #define _mm512_fmadd_ps model::fmadd_ps
 #define _mm512_fnmadd_ps model::fnmadd_ps
 #define _mm512_cvtepi32_ps model::cvtepi32_ps

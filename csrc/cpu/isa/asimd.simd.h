@@ -3,12 +3,7 @@
 using F = float32x4_t;
 using I = int32x4_t;
 constexpr int kLanes = 4, kVecs = kPanel / kLanes;
-constexpr int kPrefetch = 0;  // one stream, which the hardware follows; an instruction a line is 4 % of M = 1
 constexpr int64_t kBlockBytes = 256 << 10;  // of x beside one panel: half of the 512 KB L2 of a Cortex-A76
-template <int MB>
-constexpr int float_panels() {
-  return MB == 1 ? 2 : 1;
-}
 
 LOWBIT_INLINE F load(const float* p) { return vld1q_f32(p); }
 LOWBIT_INLINE void store(float* p, F v) { vst1q_f32(p, v); }
@@ -16,6 +11,13 @@ LOWBIT_INLINE F splat(float s) { return vdupq_n_f32(s); }
 LOWBIT_INLINE F mul(F a, F b) { return vmulq_f32(a, b); }
 LOWBIT_INLINE F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 LOWBIT_INLINE F to_float(I v) { return vcvtq_f32_s32(v); }
+LOWBIT_INLINE F add_f(F a, F b) { return vaddq_f32(a, b); }
+LOWBIT_INLINE F max_f(F a, F b) { return vmaxq_f32(a, b); }  // NaN where one is NaN
+LOWBIT_INLINE F div_f(F a, F b) { return vdivq_f32(a, b); }
+LOWBIT_INLINE I to_int(F v) { return vcvtnq_s32_f32(v); }
+LOWBIT_INLINE F power_of_two(I n) {  // 0 for -127
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+}
 LOWBIT_INLINE F load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 LOWBIT_INLINE I splat_i(int32_t s) { return vdupq_n_s32(s); }
 LOWBIT_INLINE I add_i(I a, I b) { return vaddq_s32(a, b); }
@@ -118,6 +120,8 @@ struct RowTile {
       }
     }
   }
+  template <class A>
+  LOWBIT_INLINE void keep(A&) {}
   LOWBIT_INLINE I of_x(const int32_t* p, int m) { return splat_i(p[m]); }
   LOWBIT_INLINE F of_x(const float* p, int m) { return splat(p[m]); }
   LOWBIT_INLINE void rows(const F* total, float* out) {
@@ -126,35 +130,66 @@ struct RowTile {
   }
 };
 
-// Codes as floats. Of the 2 rows x 8 columns that lie in 16 bytes, one column of 4 rows: a table look-up
-// spreads its bytes over 32-bit lanes, where an index beyond 31 gives 0.
-LOWBIT_INLINE I column_of(const uint8_t* two_pairs, int column) {
-  alignas(16) static constexpr uint8_t kFirst[16] = {0,  99, 99, 99, 8,  99, 99, 99,
-                                                     16, 99, 99, 99, 24, 99, 99, 99};
-  const uint8x16x2_t table = {{vld1q_u8(two_pairs), vld1q_u8(two_pairs + 16)}};
-  const uint8x16_t index = vaddq_u8(vld1q_u8(kFirst), vdupq_n_u8(static_cast<uint8_t>(column)));
-  return vreinterpretq_s32_u8(vqtbl2q_u8(table, index));
+// Lanes AT .. END - 1 of x ([columns][MB]), of one column, times its VECS vectors of w.
+template <int MB, int VECS, int AT, int END>
+LOWBIT_INLINE void float_lanes(F (&part)[MB][VECS], const F (&w)[VECS], const F (&x)[MB]) {
+  if constexpr (AT < END) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v)
+      part[AT % MB][v] = vfmaq_laneq_f32(part[AT % MB][v], w[v], x[AT / 4], AT % 4);
+    float_lanes<MB, VECS, AT + 1, END>(part, w, x);
+  }
+}
+
+// 2 rows x 8 columns of two pairs to 4 rows x 4 columns: the first columns, or the last.
+LOWBIT_INLINE uint8x16_t first4(uint8x16_t a, uint8x16_t b) {
+  return vreinterpretq_u8_u32(vuzp1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+LOWBIT_INLINE uint8x16_t last4(uint8x16_t a, uint8x16_t b) {
+  return vreinterpretq_u8_u32(vuzp2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+
+// Codes as floats: 4 columns of 4 rows are a 32-bit lane each row, as a line of the x86 panels has them.
+LOWBIT_INLINE uint32x4_t four_columns(const uint8_t* two_pairs, bool last) {
+  const uint8x16_t a = vld1q_u8(two_pairs), b = vld1q_u8(two_pairs + 16);
+  return vreinterpretq_u32_u8(last ? last4(a, b) : first4(a, b));
 }
 struct FloatW4 {
   static constexpr int kColumns = 16, kBytes = 128;
   static constexpr bool kScaled = true;
-  LOWBIT_INLINE F value(const uint8_t* line, int v, int column, I zero) {
-    const I both = column_of(line + 32 * v, column % 8);
-    const I code = column < 8 ? vandq_s32(both, splat_i(15)) : vshrq_n_s32(both, 4);
-    return to_float(vsubq_s32(code, zero));
+  template <int VECS>
+  LOWBIT_INLINE void values(const uint8_t* line, int first, int column, const I* zero, F (&w)[VECS]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) {
+      const uint32x4_t codes = four_columns(line + 32 * (first + v), column & 4);
+      const uint32x4_t code = codes >> (8 * (column % 4) + column / 8 * 4) & vdupq_n_u32(15);
+      w[v] = to_float(vsubq_s32(vreinterpretq_s32_u32(code), zero[v]));
+    }
   }
 };
 struct FloatW8 {
   static constexpr int kColumns = 8, kBytes = 128;
   static constexpr bool kScaled = true;
-  LOWBIT_INLINE F value(const uint8_t* line, int v, int column, I zero) {
-    return to_float(vsubq_s32(column_of(line + 32 * v, column), zero));
+  template <int VECS>
+  LOWBIT_INLINE void values(const uint8_t* line, int first, int column, const I* zero, F (&w)[VECS]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) {
+      const uint32x4_t codes = four_columns(line + 32 * (first + v), column & 4);
+      const uint32x4_t code = codes >> 8 * (column % 4) & vdupq_n_u32(255);
+      w[v] = to_float(vsubq_s32(vreinterpretq_s32_u32(code), zero[v]));
+    }
   }
 };
 struct FloatF16 {
   static constexpr int kColumns = 4, kBytes = 128;
   static constexpr bool kScaled = false;
-  LOWBIT_INLINE F value(const uint8_t* line, int v, int column, I) {
-    return load_half(reinterpret_cast<const uint16_t*>(line) + column * kPanel + v * kLanes);
+  template <int VECS>
+  LOWBIT_INLINE void values(const uint8_t* line, int first, int column, const I*, F (&w)[VECS]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < VECS; v += 2) {
+      const auto* p = reinterpret_cast<const uint16_t*>(line) + column * kPanel + (first + v) * kLanes;
+      const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
+      w[v] = vcvt_f32_f16(vget_low_f16(h)), w[v + 1] = vcvt_high_f32_f16(h);
+    }
   }
 };

@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#include "../decoder.h"
 #include "../kernels.h"
 
 namespace lowbit::cpu {
@@ -9,7 +10,9 @@ namespace {
 #include "../quantize_rows.body.h"
 #include "../linear_int.body.h"
 #include "../linear_float.body.h"
+#include "../decoder.body.h"
 }  // namespace
-constinit const KernelTable kAvx2Table = {"avx2",    kAvx2,     kRowBlock, quantize_rows,
-                                          linear_w4, linear_w8, linear_f16};
+constinit const KernelTable kAvx2Table = {"avx2",    kAvx2,       kRowBlock,  quantize_rows,
+                                          linear_w4, linear_w8,   linear_f16, add_norm,
+                                          silu_mul,  append_rows, attend};
 }  // namespace lowbit::cpu

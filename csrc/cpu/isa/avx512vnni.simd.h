@@ -20,6 +20,13 @@ static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+static inline F add_f(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F max_f(F a, F b) { return _mm512_max_ps(a, b); }  // b where one is NaN
+static inline F div_f(F a, F b) { return _mm512_div_ps(a, b); }
+static inline I to_int(F v) { return _mm512_cvtps_epi32(v); }
+static inline F power_of_two(I n) {  // 0 for -127
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+}
 static inline F load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -68,57 +75,13 @@ static inline void store_row16(void* y, Dtype dtype, const float* x) {
   _mm256_storeu_si256(static_cast<__m256i*>(y), h);
 }
 
-struct W4 {
-  static constexpr int kLines = 4, kDwords = 2, kMaxCode = 15;
-  struct Line {
-    I half[2];
-  };
-  using Acc = I;
-  using Act = I;
-  static inline Line load(const uint8_t* p) {
-    const I raw = load_i(p), low = _mm512_set1_epi8(15);
-    return {{_mm512_and_si512(raw, low), _mm512_and_si512(_mm512_srli_epi16(raw, 4), low)}};
-  }
-  static inline Acc zero() { return splat_i(0); }
-  static inline Act act(const int8_t* x) {
-    int32_t four;
-    __builtin_memcpy(&four, x, 4);
-    return splat_i(four);
-  }
-  static inline void dot(Acc& acc, const Line& w, int half, Act x, int) {
-    acc = _mm512_dpbusd_epi32(acc, w.half[half], x);
-  }
-  static inline void fold(Acc&) {}
-  static inline I total(Acc acc) { return acc; }
-};
-
-// One row of x: the high nibble stays where it is, 16 times its value, in an accumulator of its own (no shift
-// a line); two of each hide the latency of the dot product. 2.5 instructions per 64 products.
-struct W4Stream : W4 {
-  struct Acc {
-    I low[2], high[2];
-  };
-  static inline Line load(const uint8_t* p) {
-    const I raw = load_i(p), low = _mm512_set1_epi8(15);
-    return {{_mm512_and_si512(raw, low), _mm512_andnot_si512(low, raw)}};
-  }
-  static inline Acc zero() { return {{splat_i(0), splat_i(0)}, {splat_i(0), splat_i(0)}}; }
-  static inline void dot(Acc& acc, const Line& w, int half, Act x, int line) {
-    I& sum = half ? acc.high[line & 1] : acc.low[line & 1];
-    sum = _mm512_dpbusd_epi32(sum, w.half[half], x);
-  }
-  static inline void fold(Acc&) {}
-  static inline I total(const Acc& acc) {
-    return add_i(add_i(acc.low[0], acc.low[1]), _mm512_srai_epi32(add_i(acc.high[0], acc.high[1]), 4));
-  }
-};
-
-struct W8 : W4 {
-  static constexpr int kLines = 8, kDwords = 1, kMaxCode = 255;
-  using Line = I;
-  static inline Line load(const uint8_t* p) { return load_i(p); }
-  static inline void dot(Acc& acc, Line w, int, Act x, int) { acc = _mm512_dpbusd_epi32(acc, w, x); }
-};
+static inline I splat8(char s) { return _mm512_set1_epi8(s); }
+static inline I and_i(I a, I b) { return _mm512_and_si512(a, b); }
+static inline I andnot_i(I a, I b) { return _mm512_andnot_si512(a, b); }
+static inline I srli16(I v, int bits) { return _mm512_srli_epi16(v, bits); }
+static inline I srai(I v, int bits) { return _mm512_srai_epi32(v, bits); }
+static inline I dpbusd(I acc, I u, I s) { return _mm512_dpbusd_epi32(acc, u, s); }
+#include "vnni.dots.h"
 
 // Codes as floats: each 32-bit lane of a line holds 4 (8-bit) or 8 (4-bit) columns of one row.
 struct FloatW4 {

@@ -1,55 +1,10 @@
-// AVX-VNNI: vpdpbusd multiplies four unsigned codes by four signed activations a lane and adds them to int32,
-// exactly.
+// AVX-VNNI: 256-bit registers, the dot product in one instruction.
 #include "ymm.simd.h"
 
-struct W4 {
-  static constexpr int kLines = 4, kDwords = 2, kMaxCode = 15;
-  struct Line {
-    I half[2];
-  };
-  using Acc = I;
-  using Act = I;
-  static inline Line load(const uint8_t* p) {
-    const I raw = load_i(p), low = _mm256_set1_epi8(15);
-    return {{_mm256_and_si256(raw, low), _mm256_and_si256(_mm256_srli_epi16(raw, 4), low)}};
-  }
-  static inline Acc zero() { return splat_i(0); }
-  static inline Act act(const int8_t* x) {
-    int32_t four;
-    __builtin_memcpy(&four, x, 4);
-    return splat_i(four);
-  }
-  static inline void dot(Acc& acc, const Line& w, int half, Act x, int) {
-    acc = _mm256_dpbusd_avx_epi32(acc, w.half[half], x);
-  }
-  static inline void fold(Acc&) {}
-  static inline I total(Acc acc) { return acc; }
-};
-
-// One row of x: the high nibble stays where it is, 16 times its value, in an accumulator of its own (no shift
-// a line); two of each hide the latency of the dot product.
-struct W4Stream : W4 {
-  struct Acc {
-    I low[2], high[2];
-  };
-  static inline Line load(const uint8_t* p) {
-    const I raw = load_i(p), low = _mm256_set1_epi8(15);
-    return {{_mm256_and_si256(raw, low), _mm256_andnot_si256(low, raw)}};
-  }
-  static inline Acc zero() { return {{splat_i(0), splat_i(0)}, {splat_i(0), splat_i(0)}}; }
-  static inline void dot(Acc& acc, const Line& w, int half, Act x, int line) {
-    I& sum = half ? acc.high[line & 1] : acc.low[line & 1];
-    sum = _mm256_dpbusd_avx_epi32(sum, w.half[half], x);
-  }
-  static inline void fold(Acc&) {}
-  static inline I total(const Acc& acc) {
-    return add_i(add_i(acc.low[0], acc.low[1]), _mm256_srai_epi32(add_i(acc.high[0], acc.high[1]), 4));
-  }
-};
-
-struct W8 : W4 {
-  static constexpr int kLines = 8, kDwords = 1, kMaxCode = 255;
-  using Line = I;
-  static inline Line load(const uint8_t* p) { return load_i(p); }
-  static inline void dot(Acc& acc, Line w, int, Act x, int) { acc = _mm256_dpbusd_avx_epi32(acc, w, x); }
-};
+static inline I splat8(char s) { return _mm256_set1_epi8(s); }
+static inline I and_i(I a, I b) { return _mm256_and_si256(a, b); }
+static inline I andnot_i(I a, I b) { return _mm256_andnot_si256(a, b); }
+static inline I srli16(I v, int bits) { return _mm256_srli_epi16(v, bits); }
+static inline I srai(I v, int bits) { return _mm256_srai_epi32(v, bits); }
+static inline I dpbusd(I acc, I u, I s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
+#include "vnni.dots.h"

@@ -39,13 +39,6 @@ struct SdotTile : RowTile<MB, 8, OFFSET> {
   }
 };
 
-// 2 rows x 8 columns of two pairs to 4 rows x 4 columns: the first columns, or the last.
-LOWBIT_INLINE uint8x16_t first4(uint8x16_t a, uint8x16_t b) {
-  return vreinterpretq_u8_u32(vuzp1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
-}
-LOWBIT_INLINE uint8x16_t last4(uint8x16_t a, uint8x16_t b) {
-  return vreinterpretq_u8_u32(vuzp2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
-}
 struct Quads {  // 8 rows x 8 columns
   uint8x16_t first[2], last[2];
 };

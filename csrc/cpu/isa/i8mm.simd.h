@@ -13,6 +13,12 @@ struct SmmlaTile {
   struct Acc {
     I sum[kA][kB];
   };
+  LOWBIT_INLINE void keep(Acc& acc) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kA; ++i)
+#pragma GCC unroll 4
+      for (int b = 0; b < kB; ++b) __asm__("" : "+w"(acc.sum[i][b]));
+  }
   LOWBIT_INLINE void start(Acc& acc, bool small) {
     const I first = splat_i(small ? kBias : 0);
 #pragma GCC unroll 4

@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "../decoder.h"
 #include "../kernels.h"
 
 namespace lowbit::cpu {
@@ -11,8 +12,10 @@ namespace {
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"
 #include "../linear_panels.body.h"
-#include "../linear_float.body.h"
+#include "../float_panels.body.h"
+#include "../decoder.body.h"
 }  // namespace
-constinit const KernelTable kNeonTable = {"neon",    kNothing,  kRowBlock, quantize_rows,
-                                          linear_w4, linear_w8, linear_f16};
+constinit const KernelTable kNeonTable = {"neon",    kNothing,    kRowBlock,  quantize_rows,
+                                          linear_w4, linear_w8,   linear_f16, add_norm,
+                                          silu_mul,  append_rows, attend};
 }  // namespace lowbit::cpu

@@ -74,6 +74,13 @@ struct NeonOne8 : RowTile<1, 16, 128> {
 // Rows of x by 4 rows of w, 16 columns a register on both sides.
 template <int MB>
 struct NeonTile4 : RowTile<MB, 4, 0> {
+  template <class A>
+  LOWBIT_INLINE void keep(A& acc) {
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) __asm__("" : "+w"(acc.sum[m][n]));
+  }
   static constexpr int kColumnBytes = 8, kFold = 128;
   static constexpr bool kBiased = false;
   struct Acc {
@@ -105,6 +112,13 @@ struct NeonTile4 : RowTile<MB, 4, 0> {
 };
 template <int MB>
 struct NeonTile8 : RowTile<MB, 4, 128> {
+  template <class A>
+  LOWBIT_INLINE void keep(A& acc) {
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) __asm__("" : "+w"(acc.sum[m][n]));
+  }
   static constexpr int kColumnBytes = 16;
   static constexpr bool kBiased = false;
   struct Acc {
@@ -184,16 +198,21 @@ struct W4 {
   using Many = NeonMany<NeonTile4<MB>>;
   LOWBIT_INLINE void expand(const uint8_t* w, const uint8_t* zeros, int64_t columns, int8_t* out,
                             int64_t part) {
-    for (int64_t k = 0; k < columns; k += 16, w += 128, out += 64)
-#pragma GCC unroll 8
-      for (int p = 0; p < 8; ++p) {
-        const uint8x16_t c = vld1q_u8(w + 16 * p);
-        int8x16_t even, odd;
-        join(low_nibbles(c), high_nibbles(c), even, odd);
-        int8_t* o = out + p / 2 * part + p % 2 * 32;
-        vst1q_s8(o, vsubq_s8(even, vreinterpretq_s8_u8(vld1q_dup_u8(zeros + 2 * p))));
-        vst1q_s8(o + 16, vsubq_s8(odd, vreinterpretq_s8_u8(vld1q_dup_u8(zeros + 2 * p + 1))));
-      }
+    for (int p = 0; p < 8; ++p) {  // pair by pair, whose two zero points then stay in registers
+      const int8x16_t zero0 = vdupq_n_s8(static_cast<int8_t>(zeros[2 * p]));
+      const int8x16_t zero1 = vdupq_n_s8(static_cast<int8_t>(zeros[2 * p + 1]));
+      const uint8_t* from = w + 16 * p;
+      int8_t* to = out + p / 2 * part + p % 2 * 32;
+      for (int64_t k = 0; k < columns; k += kStep, from += 256, to += 128)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+          const uint8x16_t c = vld1q_u8(from + 128 * h);
+          int8x16_t even, odd;
+          join(low_nibbles(c), high_nibbles(c), even, odd);
+          vst1q_s8(to + 64 * h, vsubq_s8(even, zero0));
+          vst1q_s8(to + 64 * h + 16, vsubq_s8(odd, zero1));
+        }
+    }
   }
 };
 using W4Stream = W4;

@@ -12,6 +12,7 @@ struct ScalarTile {
   static inline void start(Acc& acc, bool) {
     for (int32_t& sum : acc.row) sum = 0;
   }
+  static inline void keep(Acc&) {}
   static inline void dot(Acc& acc, const uint8_t* w, const int8_t* x) {
     for (int n = 0; n < 16; ++n)
       for (int j = 0; j < 16; ++j) {
@@ -32,9 +33,7 @@ struct ScalarTile {
   }
   static inline I of_x(const int32_t* p, int) { return *p; }
   static inline F of_x(const float* p, int) { return *p; }
-  static inline void rows(const F* total, float* out) {
-    __builtin_memcpy(out, total, 16 * sizeof(float));
-  }
+  static inline void rows(const F* total, float* out) { __builtin_memcpy(out, total, 16 * sizeof(float)); }
 };
 static inline F to_float_biased(I v) { return to_float(v); }  // never called: kBiased is false
 static inline void repeat8(const int8_t*, int64_t, int8_t*) {}

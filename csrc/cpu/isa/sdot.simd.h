@@ -33,10 +33,12 @@ struct SdotOne8 : SdotOne {
   LOWBIT_INLINE void zeros(const uint8_t* p, I (&z)[4]) { RowTile<1, 16, 128>::zeros(p, z); }
   LOWBIT_INLINE void dot(Acc& acc, const uint8_t* w, const int8_t* x) {
     const int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
-#pragma GCC unroll 8
-    for (int p = 0; p < 8; ++p) {
-      const int8x16_t w0 = less128(vld1q_u8(w + 16 * p)), w1 = less128(vld1q_u8(w + 128 + 16 * p));
-      acc.pair[p] = vdotq_s32(vdotq_s32(acc.pair[p], w0, x0), w1, x1);
+#pragma GCC unroll 4
+    for (int p = 0; p < 8; p += 2) {
+      const uint8x16_t c0 = vld1q_u8(w + 16 * p), d0 = vld1q_u8(w + 16 * p + 16);
+      const uint8x16_t c1 = vld1q_u8(w + 128 + 16 * p), d1 = vld1q_u8(w + 144 + 16 * p);
+      acc.pair[p] = vdotq_s32(vdotq_s32(acc.pair[p], less128(c0), x0), less128(c1), x1);
+      acc.pair[p + 1] = vdotq_s32(vdotq_s32(acc.pair[p + 1], less128(d0), x0), less128(d1), x1);
     }
   }
 };

@@ -20,6 +20,13 @@ static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 static inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+static inline F add_f(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F max_f(F a, F b) { return _mm256_max_ps(a, b); }  // b where one is NaN
+static inline F div_f(F a, F b) { return _mm256_div_ps(a, b); }
+static inline I to_int(F v) { return _mm256_cvtps_epi32(v); }
+static inline F power_of_two(I n) {  // 0 for -127
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
 static inline F load_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -1,4 +1,4 @@
-"""Text decoding over a transformers causal LM and its key/value cache: greedy or sampled, streamed, timed."""
+"""Text decoding over a causal LM, through the native step where it fits, else through transformers: greedy or sampled."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.engines.llama import native
+from lowbit.types import FormatError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OnToken = Callable[[int], None]
+ENGINES = ("auto", "native", "transformers")
 
 
 class Decoded(NamedTuple):
-    """The new tokens of one run and what they took. The first new token belongs to the prefill."""
+    """The new tokens of one run and what they took. The first new token belongs to the prefill; making the native
+    decoder belongs to neither. ``reason`` says why "auto" did not run the native engine."""
 
     tokens: list[int]
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    engine: str = "transformers"
+    reason: str = ""
 
     @property
     def prefill_rate(self) -> float:
@@ -48,12 +55,16 @@ def decode(
     seed: int = 0,
     stop: Iterable[int] | None = None,
     on_token: OnToken | None = None,
+    engine: str = "auto",
+    head: str = "w8a8",
 ) -> Decoded:
     """Continue ``ids`` (int64 [T] or [1, T], T ≥ 1) by up to ``max_new_tokens`` tokens.
 
     ``temperature`` 0 is greedy; above 0 it samples from the ``top_k`` likeliest (0: all) within ``top_p`` of
     probability, from a generator of its own seeded with ``seed``. Ends after a token in ``stop`` (None: the end
     tokens of the model's generation config), which is kept. ``on_token`` is called with every new token as it comes.
+    ``engine``: "native" (lowbit.engines.llama; FormatError where the model does not fit), "transformers", or "auto",
+    which is native where it fits. ``head``: what the native engine makes of a float output head, "w8a8" or "float".
     Raises ValueError for an empty prompt, a negative count, or sampling arguments out of range.
     """
     prompt = torch.as_tensor(ids, dtype=torch.long, device=model.device).reshape(1, -1)
@@ -65,23 +76,55 @@ def decode(
         found = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
         raise ValueError(f"sampling: found {found}, accepted are temperature >= 0, top_k >= 0, 0 < top_p <= 1")
     ends = set(end_tokens(model) if stop is None else stop)
-    last_only: dict[str, Any] = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
-    slot = "cache" if _takes(model, "cache") else "past_key_values"  # renamed in transformers 5
+    if engine not in ENGINES:
+        raise FormatError(f"engine: found {engine!r}, accepted are {', '.join(ENGINES)}")
+    step, reason = _native(model, prompt.shape[1] + max_new_tokens, head) if engine != "transformers" else (None, "")
+    if step is None and engine == "native":
+        raise FormatError(reason)
+    name = "transformers" if step is None else "native"
+    step = step or _transformers(model)
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
-    step, cache = prompt, None
     began = prefilled = time.perf_counter()
     while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in ends):
-        out = model(input_ids=step, use_cache=True, **{slot: cache}, **last_only)
-        cache = getattr(out, slot)
-        token = pick(out.logits[0, -1].float().cpu(), temperature, top_k, top_p, generator)
+        logits = step(prompt if not tokens else torch.tensor([tokens[-1:]], device=prompt.device))
+        token = pick(logits, temperature, top_k, top_p, generator)
         tokens.append(token)
         if len(tokens) == 1:
             prefilled = time.perf_counter()
         if on_token is not None:
             on_token(token)
-        step = torch.tensor([[token]], device=prompt.device)
-    return Decoded(tokens, prompt.shape[1], prefilled - began, time.perf_counter() - prefilled)
+    return Decoded(tokens, prompt.shape[1], prefilled - began, time.perf_counter() - prefilled, name, reason)
+
+
+Step = Callable[[Tensor], Tensor]  # token ids [1, T] -> float32 logits [V] of the last, on the CPU
+
+
+def _native(model: PreTrainedModel, length: int, head: str) -> tuple[Step | None, str]:
+    """The native step, or the reason why it does not run this model or a sequence of ``length``."""
+    try:
+        decoder = native(model, head)
+    except FormatError as error:
+        return None, str(error)
+    if decoder.limit is not None and length > decoder.limit:
+        return None, f"length: found {length}, accepted by the native engine is {decoder.limit} (sliding window)"
+    state = decoder.start(length)
+    return (lambda ids: state.feed(ids[0])[0]), ""
+
+
+def _transformers(model: PreTrainedModel) -> Step:
+    last_only: dict[str, Any] = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
+    slot = "cache" if _takes(model, "cache") else "past_key_values"  # renamed in transformers 5
+    cache = None
+
+    def step(ids: Tensor) -> Tensor:
+        nonlocal cache
+        out: Any = model(input_ids=ids, use_cache=True, **{slot: cache}, **last_only)
+        cache = getattr(out, slot)
+        logits: Tensor = out.logits[0, -1].float().cpu()
+        return logits
+
+    return step
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:

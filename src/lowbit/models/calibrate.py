@@ -63,7 +63,7 @@ def quantize_model(
     skip: Sequence[str] = ("lm_head",),
     blocks: str | None = None,
     tokens: int = 32768,
-    window: int = 512,
+    window: int = 256,
     batch_tokens: int = 2048,
     act_order: bool = True,
     clip: bool = True,

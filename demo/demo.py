@@ -190,7 +190,7 @@ def run(out: Path, threads: int, fresh: bool, line: Line) -> dict[str, Any]:
 
     for name, (_, dtype) in ROWS.items():
         line.next(f"perplexity of {name} on {TOKENS} tokens")
-        slow = dtype == "bfloat16" and TOKENS / rows[name]["prefill"] > 150
+        slow = dtype == "bfloat16" and TOKENS / rows[name]["prefill"] > 60
         rows[name]["by_float32"] = slow
         rows[name].update(workers[name].ask("perplexity", ids=ids, context=CONTEXT, by_float32=slow))
     for worker in workers.values():

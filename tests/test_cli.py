@@ -326,6 +326,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
 
     assert main(arguments(tmp_path / "straight")) == 0
     original, calls = calibrate.quantize_linears, [0]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -337,7 +338,10 @@ def test_a_stopped_run_resumes_to_the_same_bytes(
         if getattr(module, "quantize_linears", None) is original:
             monkeypatch.setattr(module, "quantize_linears", interrupted)
     out = tmp_path / "out"
-    assert main(arguments(out)) == 130
+    try:
+        assert main(arguments(out)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not out.exists() and (tmp_path / "out.partial").is_dir() and calls[0] == 6
     assert main(arguments(out)) == 0
     assert calls[0] == 6 + 4  # only the second block was done again

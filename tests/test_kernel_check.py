@@ -55,9 +55,9 @@ def build(name: str, *options: str) -> Path:
     if not cmake or not ninja:
         pytest.skip("no cmake or no ninja")
     folder = BUILD / name
-    # torch's headers are not needed for this target
+    # torch's headers are not needed for these targets
     configure = [cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, "-DTORCH_INCLUDE_DIR=.", *options]
-    for command in (configure, [cmake, "--build", folder, "--target", "kernel_check"]):
+    for command in (configure, [cmake, "--build", folder, "--target", "kernel_check", "kernel_compare"]):
         done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder / "kernel_check"
@@ -138,6 +138,16 @@ def test_aarch64_tiers(
     emulator = [str(QEMU_ARM), "-cpu", cpu]
     assert run(aarch64, "tiers", emulator=emulator).stdout.split() == tiers
     check(aarch64, written("arm_panels"), checked, emulator)
+
+
+@need_cross
+def test_aarch64_tiers_are_scalar_in_every_function(aarch64: Path) -> None:
+    """simd_model/compare.cpp on random bytes: also what the cases above leave out, the functions between linears."""
+    program = aarch64.with_name("kernel_compare")
+    done = run(program, emulator=[str(QEMU_ARM), "-cpu", "max"])
+    assert done.returncode == 0 and "differences: 0" in done.stdout, done.stdout
+    found = re.findall(r"^(\w+): (\d+) outputs compared with scalar, 0 differ$", done.stdout, re.M)
+    assert [name for name, _ in found] == ["i8mm", "dotprod", "neon"] and all(int(n) > 2000 for _, n in found)
 
 
 def test_one_wrong_byte_is_noticed(native: Path, written: Callable[[str], tuple[Path, int]], tmp_path: Path) -> None:

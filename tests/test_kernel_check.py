@@ -19,14 +19,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import armcount
 from lowbit import layouts
 from lowbit.layouts import arm_panels
 from lowbit.types import QuantizedWeight
-from samples import DTYPES, weight
+from samples import weight
 
 sys.path.insert(0, str(Path(__file__).parent / "kernel_check"))
 import vectors  # noqa: E402
@@ -171,23 +169,6 @@ def test_one_wrong_byte_is_noticed(native: Path, written: Callable[[str], tuple[
 
 
 # ---- the packer of aarch64 -------------------------------------------------------------------------------------------
-@given(
-    n=st.integers(1, 50),
-    k=st.integers(1, 150),
-    g=st.integers(1, 150),
-    bits=st.sampled_from([4, 8]),
-    zeros=st.booleans(),
-)
-def test_arm_panels_round_trip(n: int, k: int, g: int, bits: int, zeros: bool) -> None:
-    for scale_dtype in DTYPES:
-        q = weight(n, k, min(g, k), bits=bits, zeros=zeros, scale_dtype=scale_dtype)
-        packed = arm_panels.pack(q)
-        codes, scales, back = arm_panels.unpack(packed, n, k, q.group_size, bits, symmetric=not zeros)
-        assert torch.equal(codes, q.codes) and codes.dtype == q.codes.dtype
-        assert torch.equal(scales.float(), q.scales.float())
-        assert back is None if q.zeros is None else back is not None and torch.equal(back, q.zeros)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_where_each_code_lies_on_aarch64(bits: int) -> None:
     """One code at a time, against the drawing in kernels.h, written here a second time; the tail is that of x86."""

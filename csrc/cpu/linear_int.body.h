@@ -4,40 +4,6 @@
 //   acc = fma(float(d), scale [* scale of the x group], acc)       groups in order of k
 //   y = acc [* scale of the x row] [+ bias]
 
-struct Tail {  // what follows the codes of a group
-  F scale[kVecs], zero_f[kVecs];
-  I zero[kVecs];
-};
-static inline Tail load_tail(const uint8_t* p, bool wide) {
-  Tail t;
-  for (int v = 0; v < kVecs; ++v)
-    t.scale[v] = wide ? load(reinterpret_cast<const float*>(p) + v * kLanes)
-                      : load_half(reinterpret_cast<const uint16_t*>(p) + v * kLanes);
-  p += wide ? 64 : 32;
-  for (int v = 0; v < kVecs; ++v) {
-    t.zero[v] = load_u8(p + v * kLanes);
-    t.zero_f[v] = to_float(t.zero[v]);
-  }
-  return t;
-}
-
-// Adds the bias, rounds once to the type of y and stores the columns that exist.
-static inline void finish_row(const LinearArgs& a, int64_t row, int64_t panel, float* total, float x_scale) {
-  const int64_t n = panel * kPanel, columns = a.n - n < kPanel ? a.n - n : kPanel;
-  const Dtype dtype = a.rows->dtype;
-  char* y = static_cast<char*>(a.y) + (row * a.n + n) * (dtype == Dtype::kFloat32 ? 4 : 2);
-  if (columns == kPanel) {
-    if (a.bias)
-      for (int v = 0; v < kVecs; ++v)
-        store(total + v * kLanes,
-              fma(load(total + v * kLanes), splat(x_scale), load(a.bias + n + v * kLanes)));
-    store_row16(y, dtype, total);
-    return;
-  }
-  for (int64_t j = 0; j < columns; ++j)
-    store_one(y, dtype, j, a.bias ? __builtin_fmaf(total[j], x_scale, a.bias[n + j]) : total[j]);
-}
-
 // MB rows of x against P panels of w. `fits`: code * 127 * group < 2^24, so that float arithmetic on d is
 // exact too.
 template <class W, int MB, int P, bool kPerGroup>

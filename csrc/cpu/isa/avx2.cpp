@@ -8,6 +8,7 @@ namespace {
 #include "../convert.h"
 #include "avx2.simd.h"
 #include "../quantize_rows.body.h"
+#include "../tail.body.h"
 #include "../linear_int.body.h"
 #include "../linear_float.body.h"
 #include "../decoder.body.h"

@@ -22,6 +22,7 @@ using panels::add_norm, panels::append_rows, panels::attend, panels::silu_mul;
 using panels::linear_f16, panels::linear_w4, panels::linear_w8, panels::quantize_rows;
 #else
 #include "../quantize_rows.body.h"
+#include "../tail.body.h"
 #include "../linear_int.body.h"
 #include "../linear_float.body.h"
 #include "../decoder.body.h"

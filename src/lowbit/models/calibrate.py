@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..quantize import InputStats, Method, Options, Row, effective, quantize_linears
 from ..types import SCHEMES, FormatError, QuantizedWeight, Scheme
-from .calibration_inputs import Batch, Calibration, digest, read_calibration
+from .calibration_inputs import TOKENS, WINDOW, Batch, Calibration, digest, read_calibration
 from .recipes import is_linear, matches, recipe_for
 from .resume import Finished, WorkDirectory, weights_digest
 from .walk import Trace, capture, collect
@@ -62,8 +62,8 @@ def quantize_model(
     channel_scales: bool = True,
     skip: Sequence[str] = ("lm_head",),
     blocks: str | None = None,
-    tokens: int = 32768,
-    window: int = 256,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
     batch_tokens: int = 2048,
     act_order: bool = True,
     clip: bool = True,

@@ -18,6 +18,8 @@ from ..types import FormatError
 CHARACTERS_PER_TOKEN = 32  # how much text is read for a token that is wanted: enough to choose windows from
 Calibration = str | Path | Iterable[str] | Iterable[Tensor] | Iterable[Mapping[str, Any]]
 
+TOKENS, WINDOW = 32768, 256  # what a run reads unless told otherwise
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -34,8 +36,8 @@ def read_calibration(
     calibration: Calibration,
     tokenizer: Any = None,
     *,
-    tokens: int = 32768,
-    window: int = 512,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
     batch_tokens: int = 2048,
     seed: int = 0,
 ) -> list[Batch]:

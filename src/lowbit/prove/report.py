@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 640, 360  # of a plot, CSS pixels
+WIDTH, HEIGHT = 880, 400  # of a plot, CSS pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 48  # margins around its frame
+LEGEND = 136  # beside the frame, so that no mark is under it
 COLOURS = ("#1f5fa8", "#c4541a", "#2e7d4f", "#7a3e9d", "#9a7400", "#b3264a", "#3b7f8c", "#555555")  # dark on white
 
 _STYLE = """
@@ -64,7 +65,8 @@ def plot(
     shown = [p for p in every if math.isfinite(p.x) and math.isfinite(p.y) and (p.y > 0 or not y_log)]
     x_axis = _axis([p.x for p in shown], x_from, False)
     y_axis = _axis([p.y for p in shown], y_from, y_log)
-    inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    inner_w = WIDTH - LEFT - RIGHT - (LEGEND if len(series) > 1 else 0)
+    inner_h = HEIGHT - TOP - BOTTOM
 
     def px(value: float) -> float:
         return LEFT + x_axis.at(value) * inner_w
@@ -99,8 +101,8 @@ def plot(
                 out.append(_text(x - 8 if end else x + 8, y - 8, point.label, "end" if end else "start"))
         if len(series) > 1:
             row = TOP + 14 + 16 * index
-            out.append(f'<circle cx="{LEFT + inner_w - 108}" cy="{row - 4}" r="4" fill="{colour}"/>')
-            out.append(_text(LEFT + inner_w - 98, row, name, "start"))
+            out.append(f'<circle cx="{LEFT + inner_w + 20}" cy="{row - 4}" r="4" fill="{colour}"/>')
+            out.append(_text(LEFT + inner_w + 30, row, name, "start"))
     if len(shown) < len(every):
         out.append(_text(LEFT + 6, TOP + 14, f"{len(every) - len(shown)} points not shown", "start"))
     out.append("</svg>")

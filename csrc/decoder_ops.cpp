@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "cpu/decoder.h"
+#include "cpu/team.h"
 #include "host.h"
 
 using torch::headeronly::ScalarType;
@@ -187,14 +189,11 @@ void decoder_free(int64_t number) {
   decoders().erase(found);
 }
 
-int threads() { return lowbit::forked_child ? 1 : static_cast<int>(torch::stable::get_num_threads()); }
-int thread() {
-  uint32_t index = 0;
-  if (!lowbit::forked_child) TORCH_ERROR_CODE_CHECK(torch_get_thread_idx(&index));
-  return static_cast<int>(index);
+int threads() {
+  return lowbit::forked_child ? 1 : std::min(static_cast<int>(torch::stable::get_num_threads()), 256);
 }
 void run(int64_t begin, int64_t end, int64_t grain, cpu::Pool::Body body, void* context) {
-  lowbit::parallel(begin, end, grain, [&](int64_t from, int64_t to) { body(from, to, context); });
+  cpu::team::run(threads(), begin, end, grain, body, context);
 }
 
 // Bytes of scratch for `rows` rows on the threads that torch has now, a cache line to align with included.
@@ -251,7 +250,7 @@ void decoder_step(int64_t number, const Tensor& ids, int64_t position, const Ten
   s.keys = keys.mutable_data_ptr();
   s.values = values.mutable_data_ptr();
   s.out = static_cast<float*>(out.mutable_data_ptr());
-  const cpu::Pool pool{run, thread, threads()};
+  const cpu::Pool pool{run, cpu::team::thread, threads()};
   const int64_t need = cpu::scratch_bytes(d, s.m, pool.threads) + 64;
   STD_TORCH_CHECK(
       scratch.is_contiguous() && scratch.scalar_type() == ScalarType::Byte && scratch.numel() >= need,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import INDEX, files, open_checkpoint, write_checkpoint
 from lowbit.checkpoint.files import DTYPES
+from lowbit.checkpoint.residency import drop_clean_pages
 from lowbit.types import FormatError
 
 TENSORS = {
@@ -481,3 +482,22 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="a: dtype: found torch.complex64"):
         write_checkpoint(tmp_path, {"a": torch.ones(1, dtype=torch.complex64)}, {})
     assert not list(tmp_path.iterdir())
+
+
+def resident(path: Path) -> int:
+    text = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+    return sum(int(part.split("Rss:")[1].split()[0]) for part in text)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system has no smaps")
+def test_pages_of_a_mapped_file_are_given_back_unless_someone_wrote_to_them(tmp_path: Path) -> None:
+    for name in ("read", "written"):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name, {"w": torch.arange(1 << 20)}, {})
+    read, written = (open_checkpoint(tmp_path / name)["w"] for name in ("read", "written"))
+    total = int(read.sum()) + int(written.sum())
+    written[5] = -7
+    assert resident(tmp_path / "read") > 6000 and drop_clean_pages(tmp_path / "read") > 6_000_000
+    assert resident(tmp_path / "read") < 200
+    assert drop_clean_pages(tmp_path / "written") == 0 and drop_clean_pages(tmp_path / "nowhere") == 0
+    assert int(read.sum()) + int(written.sum()) == total - 12

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import gc
 import os
 import pickle
+import time
 import warnings
 from typing import Any
 
@@ -21,7 +23,7 @@ from lowbit.engines.decode import decode
 from lowbit.engines.llama import Decoder, native, refuses
 from lowbit.models.replace import replace
 from lowbit.nn import QuantLinear
-from lowbit.types import FormatError
+from lowbit.types import FormatError, LowRank
 
 transformers = pytest.importorskip("transformers")
 VOCAB = 200
@@ -241,7 +243,11 @@ def spoil(what: str) -> Any:
     else:
         model = make()
         layer = model.model.layers[0].self_attn.o_proj
-        q = layer.to_quantized().with_(hadamard=64)
+        q = layer.to_quantized()
+        if what == "hadamard":
+            q = q.with_(hadamard=64)
+        else:
+            q = q.with_(low_rank=LowRank(torch.randn(q.k, 4), torch.randn(q.n, 4)))
         replace(model, "model.layers.0.self_attn.o_proj", QuantLinear.from_quantized(q, None))
     return model
 
@@ -255,7 +261,8 @@ def spoil(what: str) -> Any:
         ("rope", "rope_type: found 'dynamic'"),
         ("head_dim", "head_dim: found 24, accepted by the native engine is a multiple of 16"),
         ("hook", "model.layers.0.mlp: found a forward hook"),
-        ("reference", "model.layers.0.self_attn.o_proj: found a layer without a kernel"),
+        ("hadamard", "model.layers.0.self_attn.o_proj: found a Hadamard, a low rank or 4-bit activations"),
+        ("low rank", "model.layers.0.self_attn.o_proj: found a Hadamard, a low rank or 4-bit activations"),
     ],
 )
 def test_refusals_give_the_reason_and_transformers_runs(what: str, said: str) -> None:
@@ -377,6 +384,26 @@ def test_a_forked_child_computes_the_same() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_callers_at_once_and_after_the_workers_slept() -> None:
+    decoder = Decoder.from_model(make())
+    ids = tokens(40)
+    before = torch.get_num_threads()
+
+    def step(threads: int) -> Tensor:
+        torch.set_num_threads(threads)
+        return decoder.start().feed(ids, keep=40).clone()
+
+    try:
+        want = step(1)
+        for threads in (5, 2, 3, 1, 4):  # a team that grew serves fewer again
+            time.sleep(0.01)  # longer than a worker spins
+            assert all(torch.equal(step(threads), want) for _ in range(5)), threads
+        with concurrent.futures.ThreadPoolExecutor(3) as callers:
+            assert all(torch.equal(got, want) for got in callers.map(step, [3] * 60))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_model_from_disk_runs_native(tmp_path: Any) -> None:
     from lowbit.models import save
 
@@ -386,3 +413,26 @@ def test_a_model_from_disk_runs_native(tmp_path: Any) -> None:
     assert refuses(loaded) is None
     got = decode(loaded, tokens(9), 12, stop=[])
     assert got.engine == "native" and got.tokens == decode(model, tokens(9), 12, stop=[]).tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_a_model_for_decoding_stays_as_stored_where_the_native_step_runs(tmp_path: Any, family: str) -> None:
+    from lowbit.engines.decode import load_model
+    from lowbit.models import save
+
+    if family == "llama":
+        model = make(scheme="w4a8").to(torch.float32)
+        model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data.half().float()
+    else:
+        torch.manual_seed(0)
+        sizes = {**SIZES, "head_dim": None, "num_key_value_heads": 6, "tie_word_embeddings": False}
+        config = transformers.AutoConfig.for_model(family, **{k: v for k, v in sizes.items() if v is not None})
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    save.save(model, tmp_path / "m")
+    stored, cast = load_model(tmp_path / "m"), lowbit.load(tmp_path / "m")
+    kept = {p.dtype for p in lowbit.load(tmp_path / "m", dtype=None).parameters()}
+    assert {p.dtype for p in stored.parameters()} == (kept if family == "llama" else {torch.float32})
+    assert stored.get_input_embeddings().weight is stored.lm_head.weight or family != "llama"
+    got = decode(stored, tokens(9), 12, stop=[])
+    assert got.engine == ("native" if family == "llama" else "transformers")
+    assert got.tokens == decode(cast, tokens(9), 12, stop=[]).tokens

@@ -181,7 +181,7 @@ def test_every_scheme_and_activation_survives_a_save(scheme: str, activation: st
             lowbit.quantize(model, scheme, "rtn", activation=activation, progress=False)
         return
     lowbit.quantize(model, scheme, "rtn", activation=activation, progress=False)
-    limit = {"w4a8": 0.6, "w4a16": 0.6, "w8a8": 0.08, "fp16": 0.002}[scheme]
+    limit = {"w4a8": 0.6, "w4a16": 0.6, "w4a4": 0.8, "w8a8": 0.08, "fp16": 0.002}[scheme]
     want = logits(model)
     assert 0 < error(want, dense) < limit
     lowbit.save(model, tmp_path)
@@ -190,7 +190,7 @@ def test_every_scheme_and_activation_survives_a_save(scheme: str, activation: st
     bits = {"w8a8": 8, "fp16": 16}.get(scheme, 4)
     assert [row.bits for row in inspect_checkpoint(tmp_path).layers] == [bits] * 14
     layer = loaded.model.layers[0].self_attn.q_proj
-    declared = {"w4a8": "group", "w8a8": "token"}.get(scheme)
+    declared = {"w4a8": "group", "w8a8": "token", "w4a4": "group"}.get(scheme)
     assert isinstance(layer, lowbit.QuantLinear)
     assert layer.activation == (declared if activation is None else None if activation == "none" else activation)
     assert layer.bias is not None and torch.equal(layer.bias, tiny("qwen2").model.layers[0].self_attn.q_proj.bias.data)
@@ -221,7 +221,7 @@ def test_everything_that_a_layer_can_hold_survives_a_save(tmp_path: Path) -> Non
     loaded = lowbit.load(tmp_path)
     assert torch.equal(logits(loaded), logits(model))
     rows = {row.name: row.extras for row in inspect_checkpoint(tmp_path).layers}
-    assert rows == {"model.layers.0.mlp.up_proj": "low rank, hadamard", "model.layers.1.mlp.up_proj": "smooth"}
+    assert rows == {"model.layers.0.mlp.up_proj": "low rank 4, hadamard 64", "model.layers.1.mlp.up_proj": "smooth"}
     said = open_checkpoint(tmp_path).metadata
     assert said["rank"] == 4 and said["hadamard"] == 64
 

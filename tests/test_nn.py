@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import oracle
-from lowbit import dispatch, ops
+from lowbit import dispatch, ops, reference
 from lowbit.nn import QuantLinear
+from lowbit.quantize import effective
 from lowbit.types import SCHEMES, Activation, FormatError, LowRank, QuantizedWeight, Scheme
 from samples import DTYPES, awq_words, flat, generator, ramp, rows, weight, words
 
@@ -167,19 +169,95 @@ def test_explain_names_the_kernel_and_the_tier() -> None:
 
 
 def test_what_no_kernel_takes_runs_in_the_reference_and_says_so() -> None:
-    q = weight(24, 128, 64, perm=True, smooth=True, bias=True)
-    r = generator("low rank")
-    q = q.with_(low_rank=LowRank(torch.randn(128, 4, generator=r), torch.randn(24, 4, generator=r)))
+    q = weight(2, 66400, -1, bits=8, zeros=False, bias=True)
     for activation in ACTIVATIONS:
         m = QuantLinear.from_quantized(q, activation)
         said = m.explain()
-        assert said["kernel"] == "reference" and "low rank" in str(said["passed_over"])
-        x = rows(5, 128)
-        base = QuantLinear.from_quantized(q.with_(low_rank=None), activation)(x)
-        assert q.low_rank is not None and q.smooth is not None
-        want = base + (x / q.smooth) @ q.low_rank.down @ q.low_rank.up.t()
-        assert torch.allclose(m(x), want, atol=1e-4) and m(x.half()).dtype == torch.float16
+        assert said["kernel"] == "reference" and "can exceed int32" in str(said["passed_over"])
+        x = rows(5, 66400)
+        declared = Activation(16, "none") if activation is None else Activation(8, activation)  # type: ignore[arg-type]
+        assert torch.equal(m(x), reference.linear(x, q, declared)) and m(x.half()).dtype == torch.float16
     assert [k.name for k in dispatch.KERNELS][-1] == "reference"
+
+
+# ---- smoothing, Hadamard and low rank around the kernel ------------------------------------------------------------
+FOUR = Activation(4, "group")
+
+
+def branched(declared: Activation = FOUR, half: bool = True, **parts: bool) -> QuantizedWeight:
+    q = weight(40, 192, 64, zeros=False, smooth=True, bias=True, activation=declared, **parts)
+    r = generator("low rank")
+    factors = [torch.randn(n, 16, generator=r) / 40 for n in (192, 40)]
+    return q.with_(hadamard=64, low_rank=LowRank(*(t.half() if half else t for t in factors)))
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["float16 factors", "float32 factors"])
+@pytest.mark.parametrize("perm", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_transforms_and_branch_are_the_references(half: bool, perm: bool, activation: str | None) -> None:
+    q = branched(half=half, perm=perm)
+    m = QuantLinear.from_quantized(q, activation)
+    assert m.explain()["kernel"] == "cpu_linear_w4" and (m.rank, m.hadamard) == (16, 64)
+    declared = Activation(16, "none") if activation is None else Activation(8, activation)  # type: ignore[arg-type]
+    for count in MANY:
+        x = rows(count, 192)
+        want = reference.linear(x, q, declared)
+        assert float((m(x) - want).norm()) <= 2e-6 * float(want.norm())
+    x = rows(33, 192)
+    if half:  # a row of a batch is that row alone, to the bit
+        assert torch.equal(m(x), torch.cat([m(row[None]) for row in x]))
+    for dtype in DTYPES:
+        assert torch.equal(m(x.to(dtype)), m(x.to(dtype).float()).to(dtype))
+    assert torch.allclose(m.dequantize(), effective(q), atol=1e-6)
+    assert torch.equal(pickle.loads(pickle.dumps(m))(x), m(x)) and torch.equal(copy.deepcopy(m)(x), m(x))
+    assert m(torch.empty(2, 0, 192)).shape == (2, 0, 40)
+
+
+def test_a_weight_that_declares_four_bits_runs_in_eight_and_is_saved_with_four() -> None:
+    q = branched()
+    m = QuantLinear.from_quantized(q)
+    assert m.activation == "token" and m.activation_bits == 8 and m.declares() == Activation(4, "group")
+    assert QuantLinear.from_quantized(q.with_(hadamard=0)).activation == "group"
+    assert m.explain()["declared_activation_bits"] == 4
+    again = m.to_quantized()
+    assert again.activation == q.activation and again.hadamard == 64 and again.low_rank is not None
+    assert q.low_rank is not None and all(torch.equal(a, b) for a, b in zip(again.low_rank, q.low_rank, strict=True))
+    for field in ("codes", "scales", "smooth", "bias"):
+        assert torch.equal(getattr(again, field), getattr(q, field).float() if field == "smooth" else getattr(q, field))
+    m.activation = "group"  # what a user sets is what is saved
+    assert m.declares() == Activation(8, "group")
+
+
+@pytest.mark.parametrize("perm", [False, True])
+@pytest.mark.parametrize("clip", [1.0, 0.95])
+def test_four_bits_are_simulated_as_the_reference_has_them(perm: bool, clip: float) -> None:
+    q = branched(Activation(4, "group", clip), perm=perm)
+    m = QuantLinear.from_quantized(q)
+    eight = m(rows(9, 192))
+    m.activation_bits = 4
+    for count in MANY:
+        x = rows(count, 192)
+        want = reference.linear(x, q)
+        assert float((m(x) - want).norm()) <= 2e-6 * float(want.norm())
+    assert float((m(rows(9, 192)) - eight).norm()) > 0.01 * float(eight.norm())
+    x = rows(3, 192)
+    x[1, 5] = float("nan")
+    bad = torch.isnan(m(x)).all(1)
+    assert bad.tolist() == [False, True, False]
+    assert m.declares() == Activation(4, "group", clip)
+    with pytest.raises(FormatError, match="activation_bits: found 3, accepted are 4 and 8"):
+        m.activation_bits = 3
+    with pytest.raises(FormatError, match="activation_bits: found 4, accepted with float activations is 8"):
+        QuantLinear.from_quantized(q, None).activation_bits = 4
+
+
+def test_transforms_compile_and_pass_gradients() -> None:
+    m = QuantLinear.from_quantized(branched(), None)
+    x = rows(5, 192).requires_grad_()
+    m(x).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, m.dequantize().sum(0).expand(5, -1), atol=1e-4)
+    compiled = torch.compile(m, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x.detach()), m(x.detach()))
 
 
 def test_packed_bytes() -> None:

@@ -22,7 +22,14 @@ def test_every_line_is_in_a_table() -> None:
     files = sorted(str(path) for path in (ROOT / "bench" / "results").glob("*.jsonl"))
     lines = numbers.read(files)
     rows = [row for row in numbers.page(lines).splitlines() if row.startswith("| ") and "---" not in row]
-    assert len(rows) == len(lines) + numbers.page(lines).count("| N×K |")
+    assert len(rows) == len(lines) + numbers.page(lines).count("\n|---|")
+
+
+def test_the_charts_are_generated_and_linked() -> None:
+    lines = numbers.read(sorted(str(path) for path in (ROOT / "bench" / "results").glob("*.jsonl")))
+    found = {path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "charts").iterdir()}
+    assert found == numbers.charts(lines)
+    assert all(f"](charts/{name})" in numbers.page(lines) for name in found)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

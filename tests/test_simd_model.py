@@ -1,15 +1,18 @@
 """The tiers of CPUs that this machine may not be: built over a model of their instructions and held to scalar's bytes.
 
-simd_model/model.h says what AVX-VNNI and AVX-512 do, in AVX2; simd_model/compare.cpp runs every kernel table on random
-and extreme inputs. The same program, linked with the plain objects, checks the real instructions of this CPU.
+simd_model/model.h says what AVX-VNNI and AVX-512 do, in AVX2, and simd_model/tiles.h what the tiles of AMX do;
+simd_model/compare.cpp runs every kernel table on random and extreme inputs. The same program, linked with the plain
+objects, checks the real instructions of this CPU. No emulator executes tiles, so their encodings are read as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +23,13 @@ CPU = Path(__file__).parents[1] / "csrc" / "cpu"
 COMPILER = shutil.which("g++")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 MODEL = [*AVX2, "-include", str(HERE / "model.h")]
-TIERS = {"avx2": AVX2, "avxvnni": MODEL, "avx512vnni": [*MODEL, "-DLOWBIT_MODEL_AVX512", "-O0"]}
+WIDE = [*MODEL, "-DLOWBIT_MODEL_AVX512"]
+TIERS = {
+    "avx2": AVX2,
+    "avxvnni": MODEL,
+    "avx512vnni": [*WIDE, "-O0"],
+    "amx": [*WIDE, "-include", str(HERE / "tiles.h"), "-O0"],
+}
 
 
 def cpu_flags() -> set[str]:
@@ -92,25 +101,89 @@ def test_a_tier_gives_the_bytes_of_scalar(program: Path, tier: str) -> None:
     assert found and int(found[1]) > 2000, done.stdout
 
 
-# One wrong detail at a time, put in by the preprocessor: the comparison must notice every one of them.
+# One wrong detail at a time, put in by the preprocessor: the comparison, or the model itself, must notice it.
 BREAKS = {
-    "vpdpbusd saturates": ["-DLOWBIT_BREAK_SATURATE"],
-    "products and sums rounded apart": ["-DLOWBIT_BREAK_FMA"],
-    "toward zero": ["-DLOWBIT_BREAK_ROUND"],
-    "NaN payload kept": ["-DLOWBIT_BREAK_NAN"],
+    "vpdpbusd saturates": ("avx512vnni", "SATURATE", "avx512vnni differs"),
+    "products and sums rounded apart": ("avx512vnni", "FMA", "avx512vnni differs"),
+    "toward zero": ("avx512vnni", "ROUND", "avx512vnni differs"),
+    "NaN payload kept": ("avx512vnni", "NAN", "avx512vnni differs"),
+    "tiles of w of the other sign": ("amx", "SIGN", "amx differs"),
+    "x and w change places": ("amx", "OPERANDS", "tiles: a product into a tile of another size"),
+    "tiles are not released": ("amx", "RELEASE", "tiles: the program ended without tilerelease"),
 }
 
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_tier_is_noticed(folder: Path, common: list[Path], program: Path, what: str) -> None:
-    flags = [*TIERS["avx512vnni"], *BREAKS[what]]
-    name = BREAKS[what][0][2:].lower()
-    broken = compile_(CPU / "isa" / "avx512vnni.cpp", folder / f"{name}.o", *flags)
-    whole = [folder / "avx2.o", folder / "avxvnni.o"]
-    done = subprocess.run(
-        [str(link([*common, *whole, broken], folder / name)), "--all", "avx512vnni", "stop"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1 and "differs" in done.stdout, done.stdout
+    tier, flag, said = BREAKS[what]
+    broken = compile_(CPU / "isa" / f"{tier}.cpp", folder / f"{flag}.o", *TIERS[tier], f"-DLOWBIT_BREAK_{flag}")
+    whole = [folder / f"{t}.o" for t in TIERS if t != tier]
+    command = [str(link([*common, *whole, broken], folder / flag)), "--all", tier, "stop"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and said in done.stdout, done.stdout
+
+
+# ---- encodings ---------------------------------------------------------------------------------------------------------
+def flags_of(tier: str) -> list[str]:
+    """What CMakeLists.txt compiles a tier with."""
+    text = re.sub(r"#.*", "", (CPU.parents[1] / "CMakeLists.txt").read_text())
+    found = re.search(rf"set\(isa_{tier}\b([^)]*)\)", text)
+    assert found, tier
+    return [f for w in found[1].split() for f in (flags_of(w[6:-1]) if w.startswith("${isa_") else [w.strip('"')]) if f]
+
+
+@pytest.fixture(scope="module")
+def listing(folder: Path) -> Callable[[str], str]:
+    """tier -> its object with the instruction sets it has in the package, disassembled."""
+    if not shutil.which("objdump"):
+        pytest.skip("no objdump")
+    made: dict[str, str] = {}
+
+    def get(tier: str) -> str:
+        if tier not in made:
+            file = compile_(CPU / "isa" / f"{tier}.cpp", folder / f"{tier}.plain.o", *flags_of(tier))
+            done = subprocess.run(["objdump", "-d", "-w", str(file)], capture_output=True, text=True, check=True)
+            made[tier] = done.stdout
+        return made[tier]
+
+    return get
+
+
+def tile_instructions(text: str) -> set[tuple[str, str]]:
+    """(name, bytes in hex) of each line "address: bytes  name operands" whose name is one of a tile's."""
+    lines = re.findall(r"^\s*[0-9a-f]+:\t((?:[0-9a-f]{2} )+)\s*\t?((?:tile|tdp|ldtile|sttile)\w*)", text, re.M)
+    return {(name, octets.replace(" ", "")) for octets, name in lines}
+
+
+def vex(prefix: int, opcode: int, modrm: int, vvvv: int = 0) -> str:
+    """VEX.128.<prefix>.0F38.W0 with registers below 8; prefix 0 none, 2 F3, 3 F2. Manual, volume 2, section 2.3."""
+    return bytes([0xC4, 0xE2, (~vvvv & 15) << 3 | prefix, opcode, modrm]).hex()
+
+
+def test_the_encodings_of_amx_are_those_of_the_manual(listing: Callable[[str], str]) -> None:
+    """Sums are tiles 0..3, x 4 and 5, w 6 and 7; in a product the sum is ModRM.reg, x ModRM.rm and w VEX.vvvv."""
+    found = tile_instructions(listing("amx"))
+    for t, p in itertools.product((0, 1), (0, 1)):
+        c, x, w = 2 * t + p, 4 + t, 6 + p
+        assert ("tdpbssd", vex(3, 0x5E, 0xC0 | c << 3 | x, w)) in found, (t, p)
+        assert ("tdpbsud", vex(2, 0x5E, 0xC0 | c << 3 | x, w)) in found, (t, p)
+        assert ("tilezero", vex(3, 0x49, 0xC0 | c << 3)) in found, (t, p)
+    assert ("tilerelease", vex(0, 0x49, 0xC0)) in found
+    products = {row for row in found if row[0].startswith("tdp")}
+    assert len(products) == 8  # and no other product
+    # operands in memory: the second byte of VEX varies with the base, the opcode and the tile do not
+    for name, opcode, prefix, tiles in (("tileloadd", "4b", 3, range(8)), ("tilestored", "4b", 2, range(4))):
+        rows = [bytes.fromhex(octets) for n, octets in found if n == name]
+        assert all(b[0] == 0xC4 and b[2] & 3 == prefix and f"{b[3]:02x}" == opcode and b[4] & 7 == 4 for b in rows)
+        assert {b[4] >> 3 & 7 for b in rows} == set(tiles), name
+    configs = [bytes.fromhex(octets) for n, octets in found if n == "ldtilecfg"]
+    assert configs and all(b[0] == 0xC4 and b[2] == 0x78 and b[3] == 0x49 and b[4] >> 3 & 7 == 0 for b in configs)
+    assert {name for name, _ in found} == {
+        "tdpbssd", "tdpbsud", "tilezero", "tilerelease", "tileloadd", "tilestored", "ldtilecfg",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tier", ["scalar", "avx2", "avxvnni", "avx512vnni"])
+def test_no_other_tier_has_tiles(listing: Callable[[str], str], tier: str) -> None:
+    text = listing(tier)
+    assert text.count("\n") > 1000 and tile_instructions(text) == set() and "tmm" not in text

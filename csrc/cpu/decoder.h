@@ -76,7 +76,7 @@ struct Decoder {
   std::vector<Layer> layers;
 };
 
-// How a step spreads work: torch's pool, or the calling thread alone.
+// How a step spreads work: cpu/team.h, or the calling thread alone.
 struct Pool {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
   void (*run)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);

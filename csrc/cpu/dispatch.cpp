@@ -5,18 +5,18 @@
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+#elif defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "kernels.h"
 
 namespace lowbit::cpu {
 
-// The place of amx is before avx512vnni.
 static const KernelTable* const kBestFirst[] = {
 #if defined(__x86_64__)
-    &kAvx512VnniTable,
-    &kAvxVnniTable,
-    &kAvx2Table,
+    &kAmxTable,    &kAvx512VnniTable, &kAvxVnniTable, &kAvx2Table,
 #elif defined(__aarch64__)
     &kI8mmTable,
     &kDotprodTable,
@@ -46,6 +46,30 @@ static bool has_f16c() {
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
   return c >> 29 & 1;
 }
+
+// cpuid.(7,0).edx bits 24 and 25: tiles and their int8 products; xcr0 bits 17 and 18: the system saves them.
+static bool has_amx() {
+  unsigned a = 1, b, c = 0, d;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  if (!(c >> 27 & 1)) return false;  // xgetbv
+  a = 7, c = 0;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  if ((d >> 24 & 3) != 3) return false;
+  __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  return (a >> 17 & 3) == 3;
+}
+
+// Linux lets a process use tiles only after it asked, once for all its threads. Asked where the tier is named
+// or listed and not before: from then on a signal needs 8 KB more of stack.
+static bool tiles_allowed() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool allowed = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return allowed;
+#else
+  return false;
+#endif
+}
 #endif
 
 #if defined(__aarch64__) && defined(__APPLE__)
@@ -66,6 +90,7 @@ static unsigned cpu_has() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512vnni"))
     has |= kAvx512Vnni;
+  if ((has & kAvx512Vnni) && has_amx()) has |= kAmx;
 #elif defined(__aarch64__) && defined(__linux__)
   // HWCAP_ASIMDDP and HWCAP2_I8MM by number: the headers of older systems lack the names.
   if (getauxval(AT_HWCAP) >> 20 & 1) has |= kDotprod;
@@ -79,7 +104,11 @@ static unsigned cpu_has() {
 
 bool supported(const KernelTable& table) {
   static const unsigned has = cpu_has();
-  return (table.needs & has) == table.needs;
+  if ((table.needs & has) != table.needs) return false;
+#if defined(__x86_64__)
+  if (table.needs & kAmx) return tiles_allowed();
+#endif
+  return true;
 }
 
 int count() { return static_cast<int>(sizeof(kBestFirst) / sizeof(kBestFirst[0])); }
@@ -87,7 +116,8 @@ const KernelTable* at(int i) { return kBestFirst[i]; }
 
 const KernelTable* pick(const char* name) {
   for (const KernelTable* table : kBestFirst)
-    if (supported(*table) && (!*name || !std::strcmp(table->name, name))) return table;
+    if (!*name || !std::strcmp(table->name, name))
+      if (supported(*table)) return table;
   return nullptr;
 }
 

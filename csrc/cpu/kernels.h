@@ -22,7 +22,8 @@ namespace lowbit::cpu {
 // Codes are unsigned: a signed weight has 8 (128) added and that zero point.
 constexpr int64_t kPanel = 16;
 constexpr int64_t kStep = 32;
-constexpr int kStripPanels = 4;  // panels that stay in L2 while all rows of x pass over them
+constexpr int kStripPanels = 4;        // panels that stay in L2 while all rows of x pass over them
+constexpr int64_t kNever = INT64_MAX;  // of a number of rows
 constexpr int kUnit = 4;  // columns of a row of x that stay together; a tier may have its own (kUnit in isa/)
 
 enum class Dtype : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
@@ -31,7 +32,7 @@ enum class Granularity : int { kToken = 0, kGroup = 1, kNone = 2 };
 constexpr int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 // How one row of x becomes what a kernel reads. Rows are laid out in blocks of `mb` = min(table.row_block,
-// rows left).
+// rows left); amx has other blocks and units for more than four rows, see linear_tiles.body.h.
 struct Rows {
   const void* x;            // [m, k] of `dtype`
   Dtype dtype;              //
@@ -58,7 +59,15 @@ struct LinearArgs {
   void* y;                // [m, n] of rows->dtype
 };
 
-enum Needs : unsigned { kNothing = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512Vnni = 4, kDotprod = 1, kI8mm = 2 };
+enum Needs : unsigned {
+  kNothing = 0,
+  kAvx2 = 1,
+  kAvxVnni = 2,
+  kAvx512Vnni = 4,
+  kAmx = 8,
+  kDotprod = 1,
+  kI8mm = 2
+};
 
 struct NormArgs;  // decoder.h, as is all that the last four functions of a table do
 struct AttentionArgs;
@@ -80,13 +89,12 @@ struct KernelTable {
 
 extern const KernelTable kScalarTable;
 #if defined(__x86_64__)
-extern const KernelTable kAvx2Table, kAvxVnniTable, kAvx512VnniTable;
+extern const KernelTable kAvx2Table, kAvxVnniTable, kAvx512VnniTable, kAmxTable;
 #elif defined(__aarch64__)
 extern const KernelTable kNeonTable, kDotprodTable, kI8mmTable;
 #endif
 
-// Best first. pick("") is the best table this CPU (and QM_CPU_ISA) allows; a name that cannot run gives
-// nullptr.
+// Best first. pick("") is the best table this CPU allows; a name that cannot run gives nullptr.
 const KernelTable* pick(const char* name);
 bool supported(const KernelTable& table);
 int count();

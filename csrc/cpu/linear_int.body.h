@@ -53,7 +53,7 @@ static inline void int_tile(const LinearArgs& a, int64_t first_row, int64_t pane
         const int32_t sum = sums[g * MB + m];
         for (int v = 0; v < kVecs; ++v) {
           const I dot = W::total(acc[m][p][v]);
-          const F d = fits ? fnma(splat(static_cast<float>(sum)), tail.zero_f[v], to_float(dot))
+          const F d = fits ? fnma(to_float(splat_i(sum)), tail.zero_f[v], to_float(dot))
                            : to_float(mul_sub(dot, splat_i(sum), tail.zero[v]));
           const F s = kPerGroup ? mul(tail.scale[v], splat(x_scale[g * MB + m])) : tail.scale[v];
           float* t = total[m] + p * kPanel + v * kLanes;
@@ -83,10 +83,163 @@ static void int_rows(const LinearArgs& a, int64_t first_row, int64_t begin, int6
     for (; begin < end; ++begin) int_tile<W, MB, 1, kPerGroup>(a, first_row, begin, fits);
 }
 
-template <class W, class Stream>
+// Many rows and 4-bit codes: a group of P panels becomes bytes once for all of them, kChunk columns at a
+// time, and the totals of every row wait in memory between groups.
+//
+//   bytes   [kChunk / 4][P][64]     8 KB a panel pair, stays in L1: lines as of 8-bit codes
+//   total   [rows][P * 16] float    dots: the same as int32, where a group is longer than kChunk
+//   per row block: load nothing, kChunk / 4 lines of dot products, add to totals
+constexpr int64_t kChunk = 256;
+
+template <class W, int P>
+static inline void to_bytes(const uint8_t* w, int64_t panel_bytes, int64_t columns, uint8_t* bytes) {
+  for (int64_t k = 0; k < columns; k += 8, w += 64, bytes += 2 * P * 64)
+    for (int p = 0; p < P; ++p) {
+      if constexpr (kPrefetch > 0) __builtin_prefetch(w + p * panel_bytes + kPrefetch);
+      for (int v = 0; v < kVecs; ++v) {
+        const typename W::Line line = W::load(w + p * panel_bytes + v * kLanes * 4);
+        for (int h = 0; h < 2; ++h) store_i(bytes + (h * P + p) * 64 + v * kLanes * 4, line.half[h]);
+      }
+    }
+}
+
+struct Group {
+  bool starts, ends;  // this chunk begins, ends it
+  int64_t columns;    // of the chunk
+};
+// kPlain: the chunk is a whole group whose d fits a float, as nearly always.
+template <class B, int MB, int P, bool kPerGroup, bool kPlain>
+static inline void int_steps(const Group& g, const int8_t* x, const uint8_t* bytes, const Tail* tail,
+                             const int32_t* sums, const float* x_scale, int32_t* dots, float* total) {
+  typename B::Acc acc[MB][P][kVecs];
+  for (int m = 0; m < MB; ++m)
+    for (int p = 0; p < P; ++p)
+      for (int v = 0; v < kVecs; ++v) acc[m][p][v] = B::zero();
+  for (int64_t k = 0; k < g.columns; k += kStep) {
+#pragma GCC unroll 8
+    for (int l = 0; l < B::kLines; ++l, bytes += P * 64, x += MB * 4) {
+      typename B::Line code[P][kVecs];
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < kVecs; ++v) code[p][v] = B::load(bytes + p * 64 + v * kLanes * 4);
+#pragma GCC unroll 8
+      for (int m = 0; m < MB; ++m) {
+        const typename B::Act broadcast = B::act(x + m * 4);
+        for (int p = 0; p < P; ++p)
+          for (int v = 0; v < kVecs; ++v) B::dot(acc[m][p][v], code[p][v], 0, broadcast, l);
+      }
+    }
+    for (int m = 0; m < MB; ++m)
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < kVecs; ++v) B::fold(acc[m][p][v]);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MB; ++m) {
+    const F sum = to_float(splat_i(sums[m]));
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        const int at = (m * P + p) * kPanel + v * kLanes;
+        I dot = B::total(acc[m][p][v]);
+        F d;
+        if constexpr (kPlain) {
+          d = fnma(sum, tail[p].zero_f[v], to_float(dot));
+        } else {
+          if (!g.starts) dot = add_i(dot, load_i(dots + at));
+          if (!g.ends) {
+            store_i(dots + at, dot);
+            continue;
+          }
+          d = to_float(mul_sub(dot, splat_i(sums[m]), tail[p].zero[v]));
+        }
+        const F s = kPerGroup ? mul(tail[p].scale[v], splat(x_scale[m])) : tail[p].scale[v];
+        store(total + at, fma(d, s, load(total + at)));
+      }
+  }
+}
+
+template <class W, class B, int P, bool kPerGroup>
+static void int_many(const LinearArgs& a, int64_t first, int64_t rows, int64_t panel, bool fits) {
+  constexpr int64_t kRow = P * kPanel;
+  const Rows& r = *a.rows;
+  const int64_t width = r.groups * r.padded, panel_bytes = r.groups * a.group_bytes;
+  const uint8_t* w = a.weight + panel * panel_bytes;
+  alignas(64) uint8_t bytes[kChunk * kRow];
+  alignas(64) float total[kSharedRows * kRow];
+  alignas(64) int32_t dots[kSharedRows * kRow];
+  const bool plain = fits && r.padded <= kChunk;
+  for (int64_t i = 0; i < rows * kRow; i += kLanes) store(total + i, splat(0.f));
+  for (int64_t g = 0; g < r.groups; ++g, w += a.group_bytes) {
+    Tail tail[P];
+    for (int p = 0; p < P; ++p)
+      tail[p] = load_tail(w + r.padded * kPanel / 2 + p * panel_bytes, a.wide_scales);
+    for (int64_t from = 0; from < r.padded; from += kChunk) {
+      const int64_t left = r.padded - from, columns = left < kChunk ? left : kChunk;
+      const Group group = {from == 0, columns == left, columns};
+      to_bytes<W, P>(w + from * kPanel / 2, panel_bytes, columns, bytes);
+      for (int64_t row = 0; row < rows; row += kRowBlock) {
+        const int64_t mb = rows - row < kRowBlock ? rows - row : kRowBlock, of_block = first + row;
+        const int8_t* x = r.codes + of_block * width + (g * r.padded + from) * mb;
+        const int32_t* sums = r.sums + of_block * r.groups + g * mb;
+        const float* x_scale = kPerGroup ? r.scales + of_block * r.groups + g * mb : nullptr;
+        switch (mb) {
+#define LOWBIT_ROWS(MB)                                                                       \
+  case MB:                                                                                    \
+    if constexpr (MB <= kRowBlock)                                                            \
+      (plain ? int_steps<B, MB, P, kPerGroup, true>                                           \
+             : int_steps<B, MB, P, kPerGroup, false>)(group, x, bytes, tail, sums, x_scale,   \
+                                                      dots + row * kRow, total + row * kRow); \
+    break
+          LOWBIT_ROWS(1);
+          LOWBIT_ROWS(2);
+          LOWBIT_ROWS(3);
+          LOWBIT_ROWS(4);
+          LOWBIT_ROWS(5);
+          LOWBIT_ROWS(6);
+          LOWBIT_ROWS(7);
+          LOWBIT_ROWS(8);
+#undef LOWBIT_ROWS
+        }
+      }
+    }
+  }
+  for (int64_t m = 0; m < rows; ++m)
+    for (int p = 0; p < P; ++p) {
+      float* done = total + m * kRow + p * kPanel;
+      const float x_scale = kPerGroup ? 1.f : r.scales[first + m];
+      if (!kPerGroup && !a.bias)
+        for (int v = 0; v < kVecs; ++v)
+          store(done + v * kLanes, mul(load(done + v * kLanes), splat(x_scale)));
+      finish_row(a, first + m, panel + p, done, x_scale);
+    }
+}
+
+template <class W, class B, bool kPerGroup>
+static void int_many_rows(const LinearArgs& a, int64_t begin, int64_t end, bool fits) {
+  constexpr int P = int_panels<kRowBlock>();
+  const int64_t m = a.rows->m, step = rows_at_once(a.rows->groups * a.rows->padded);
+  for (int64_t row = 0; row < m; row += step) {
+    const int64_t rows = m - row < step ? m - row : step;
+    int64_t panel = begin;
+    for (; panel + P <= end; panel += P) int_many<W, B, P, kPerGroup>(a, row, rows, panel, fits);
+    if constexpr (P > 1)
+      for (; panel < end; ++panel) int_many<W, B, 1, kPerGroup>(a, row, rows, panel, fits);
+  }
+}
+
+// `Bytes`: the verbs of 4-bit codes that stand a byte each, or W itself where nothing is to be unpacked.
+template <class W, class Stream, class Bytes>
 static void linear_int(const LinearArgs& a, int64_t panel_begin, int64_t panel_end) {
   const Rows& r = *a.rows;
   const bool fits = W::kMaxCode * 127 * r.group < (1 << 24);
+  if constexpr (!__is_same(W, Bytes) && kBytesFrom != kNever)
+    if (r.m >= kBytesFrom) {
+      if (r.granularity == Granularity::kGroup)
+        int_many_rows<W, Bytes, true>(a, panel_begin, panel_end, fits);
+      else
+        int_many_rows<W, Bytes, false>(a, panel_begin, panel_end, fits);
+      return;
+    }
   for (int64_t strip = panel_begin; strip < panel_end; strip += kStripPanels) {
     const int64_t end = strip + kStripPanels < panel_end ? strip + kStripPanels : panel_end;
     for (int64_t row = 0; row < r.m; row += kRowBlock) {

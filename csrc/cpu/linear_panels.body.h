@@ -187,7 +187,7 @@ static void int_panels(const LinearArgs& a, int64_t panel_begin, int64_t panel_e
 #undef LOWBIT_ROWS
 #undef LOWBIT_EVERY
 
-template <class W, class>
+template <class W, class...>
 static void linear_int(const LinearArgs& a, int64_t panel_begin, int64_t panel_end) {
   if (a.rows->granularity == Granularity::kGroup)
     int_panels<W, true>(a, panel_begin, panel_end);

@@ -42,12 +42,13 @@ static inline float scale_of(const float* x, int64_t n, float& inverse) {
   return amax / 127.f;
 }
 
-// 16 values a step to int8; the units of a row (kUnit columns) stand `mb` apart. Returns the sum of the
+// 16 values a step to int8; the units of a row (kWide columns) stand `mb` apart. Returns the sum of the
 // codes.
+template <int kWide>
 static inline int32_t quantize_group(const float* x, int64_t n, float inverse, int8_t* codes, int mb) {
   alignas(16) int8_t sixteen[kPanel];
   if (inverse == 0.f) {
-    for (int64_t j = 0; j < n / kUnit; ++j) __builtin_memset(codes + j * mb * kUnit, 0, kUnit);
+    for (int64_t j = 0; j < n / kWide; ++j) __builtin_memset(codes + j * mb * kWide, 0, kWide);
     return 0;
   }
   const F scale = splat(inverse);
@@ -60,36 +61,61 @@ static inline int32_t quantize_group(const float* x, int64_t n, float inverse, i
     }
     if (mb == 1) {
       store_codes16(codes + j, q);
+    } else if (kWide >= kPanel) {
+      store_codes16(codes + j / kWide * kWide * mb + j % kWide, q);
     } else {
       store_codes16(sixteen, q);
-      for (int i = 0; i < kPanel / kUnit; ++i)
-        __builtin_memcpy(codes + (j / kUnit + i) * mb * kUnit, sixteen + kUnit * i, kUnit);
+      for (int i = 0; i < kPanel / kWide; ++i)
+        __builtin_memcpy(codes + (j / kWide + i) * mb * kWide, sixteen + kWide * i, kWide);
     }
   }
   return reduce_add(sum);
 }
 
-static void quantize_rows(const Rows& r, int64_t block_begin, int64_t block_end) {
+// Rows [begin, end) in blocks of kBlock rows and units of kWide columns.
+template <int kWide, int kBlock>
+static void quantize_codes(const Rows& r, int64_t begin, int64_t end) {
   const int64_t width = r.groups * r.padded;
-  for (int64_t b = block_begin; b < block_end; ++b) {
-    const int64_t first = b * kRowBlock;
-    const int mb = static_cast<int>(r.m - first < kRowBlock ? r.m - first : kRowBlock);
-    for (int i = 0; i < mb; ++i) {
-      const float* x = gather_row(r, first + i);
-      if (r.granularity == Granularity::kNone) {
-        float* out = r.floats + first * width + i;
-        for (int64_t j = 0; j < width; ++j) out[j * mb] = x[j];
-        continue;
-      }
-      int8_t* codes = r.codes + first * width + kUnit * i;
-      int32_t* sums = r.sums + first * r.groups + i;
-      float inverse = 0.f;
-      if (r.granularity == Granularity::kToken) r.scales[first + i] = scale_of(x, width, inverse);
-      for (int64_t g = 0; g < r.groups; ++g) {
-        if (r.granularity == Granularity::kGroup)
-          r.scales[first * r.groups + g * mb + i] = scale_of(x + g * r.padded, r.padded, inverse);
-        sums[g * mb] = quantize_group(x + g * r.padded, r.padded, inverse, codes + g * r.padded * mb, mb);
-      }
+  for (int64_t m = begin; m < end; ++m) {
+    const int64_t first = m / kBlock * kBlock, i = m - first;
+    const int mb = static_cast<int>(r.m - first < kBlock ? r.m - first : kBlock);
+    const float* x = gather_row(r, m);
+    int8_t* codes = r.codes + first * width + kWide * i;
+    int32_t* sums = r.sums + first * r.groups + i;
+    float inverse = 0.f;
+    if (r.granularity == Granularity::kToken) r.scales[m] = scale_of(x, width, inverse);
+    for (int64_t g = 0; g < r.groups; ++g) {
+      if (r.granularity == Granularity::kGroup)
+        r.scales[first * r.groups + g * mb + i] = scale_of(x + g * r.padded, r.padded, inverse);
+      sums[g * mb] =
+          quantize_group<kWide>(x + g * r.padded, r.padded, inverse, codes + g * r.padded * mb, mb);
     }
   }
+}
+
+static void keep_floats(const Rows& r, int64_t begin, int64_t end) {
+  const int64_t width = r.groups * r.padded;
+  for (int64_t m = begin; m < end; ++m) {
+    const int64_t first = m / kRowBlock * kRowBlock;
+    const int mb = static_cast<int>(r.m - first < kRowBlock ? r.m - first : kRowBlock);
+    const float* x = gather_row(r, m);
+    float* out = r.floats + first * width + (m - first);
+    for (int64_t j = 0; j < width; ++j) out[j * mb] = x[j];
+  }
+}
+
+static void quantize_rows(const Rows& r, int64_t block_begin, int64_t block_end) {
+  const int64_t begin = block_begin * kRowBlock, rest = block_end * kRowBlock, end = rest < r.m ? rest : r.m;
+  if (r.granularity == Granularity::kNone)
+    keep_floats(r, begin, end);
+  else
+    quantize_codes<kUnit, kRowBlock>(r, begin, end);
+}
+
+// Rows that pass over all panels together, where weights are unpacked once for many: their x stays in a part
+// of L2, their totals in L1.
+constexpr int64_t kSharedRows = 256, kSharedBytes = 768 << 10;
+static inline int64_t rows_at_once(int64_t row_bytes) {
+  const int64_t rows = kSharedBytes / row_bytes / kRowBlock * kRowBlock, least = 4 * kRowBlock;
+  return rows < least ? least : rows < kSharedRows ? rows : kSharedRows;
 }

@@ -24,10 +24,6 @@ def _int_panels(bits: int, q: QuantizedWeight, device: str) -> str | None:
         return f"the tensors are on {device}"
     if q.bits != bits:
         return f"the codes have {q.bits} bits"
-    if q.low_rank is not None or q.hadamard:
-        return "a low rank or a Hadamard is not in the CPU kernels yet"
-    if q.activation is not None and q.activation.bits == 4:
-        return "4-bit activations need INT4 tensor cores"
     if bits == 8 and q.group_size > 66310:
         return f"a group of {q.group_size} 8-bit codes can exceed int32"
     return None
@@ -46,7 +42,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 # The tiers of a build, best first: csrc/cpu/dispatch.cpp lists the same.
 TIERS = {
-    "x86_panels": ("avx512vnni", "avxvnni", "avx2", "scalar"),
+    "x86_panels": ("amx", "avx512vnni", "avxvnni", "avx2", "scalar"),
     "arm_panels": ("i8mm", "dotprod", "neon", "scalar"),
 }
 

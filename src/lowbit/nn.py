@@ -11,24 +11,29 @@ from torch import Tensor
 from . import dispatch, layouts, ops, reference
 from .formats.tensors import from_awq_tensors, from_gptq_tensors
 from .layouts import panels
-from .quantize import rtn
-from .types import SCHEMES, Activation, FormatError, QuantizedWeight, Scheme
+from .quantize import effective, rtn
+from .types import SCHEMES, Activation, FormatError, LowRank, QuantizedWeight, Scheme
 
 DEFAULT = "default"
 
 
 class QuantLinear(torch.nn.Module):
-    """A linear layer over a packed weight: y [..., N] = w · A(x [..., K]) + bias, in the dtype of x.
+    """A linear layer over a packed weight: y [..., N] = w · A(x') + up · (downᵀ · x') + bias, in the dtype of x [..., K].
 
+    x' is x, divided by ``smooth`` and rotated by the Hadamard where the weight asks for them.
     ``activation``: ``"group"`` (one int8 scale per weight group of a row), ``"token"`` (one per row), or None
-    (float32 arithmetic). Made by the ``from_*`` functions. Inference only for the weight; x gets its gradient, with the
-    activation quantizer passed straight through.
+    (float32 arithmetic). A weight that declares 4-bit activations runs with 8-bit ones, per token behind a Hadamard and
+    per group otherwise; ``activation_bits = 4`` simulates what an INT4 tensor core computes, slowly. Made by the
+    ``from_*`` functions. Inference only for the weight; x gets its gradient, with the activation quantizer passed
+    straight through.
     """
 
     packed: Tensor
     bias: Tensor | None
     perm: Tensor | None
     smooth: Tensor | None
+    down: Tensor | None  # float16 panels of downᵀ and of up, or float32 [K, R] and [N, R] where float16 would round
+    up: Tensor | None
 
     def __init__(
         self,
@@ -43,6 +48,9 @@ class QuantLinear(torch.nn.Module):
         bias: Tensor | None = None,
         perm: Tensor | None = None,
         smooth: Tensor | None = None,
+        hadamard: int = 0,
+        low_rank: LowRank | None = None,
+        declared: Activation | None = None,
         plain: QuantizedWeight | None = None,
         choice: dispatch.Choice | None = None,
     ) -> None:
@@ -50,11 +58,17 @@ class QuantLinear(torch.nn.Module):
         self.out_features, self.in_features = out_features, in_features
         self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
         self.activation = activation
+        self.hadamard, self.rank = hadamard, 0 if low_rank is None else low_rank.down.shape[1]
+        self.declared = declared  # what a save writes; None: what runs
+        self._activation_bits = 8
         self.plain, self.choice = plain, choice  # `plain` is kept only where the reference runs
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
         self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
         self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).clone())
+        factors = _branch(low_rank) if self.rank and plain is None else (None, None)
+        self.register_buffer("down", factors[0])
+        self.register_buffer("up", factors[1])
 
     @property
     def activation(self) -> str | None:
@@ -68,15 +82,33 @@ class QuantLinear(torch.nn.Module):
             raise FormatError(f"activation: found {value!r}, accepted with float16 storage is None")
         self._activation = value
         self._activation_code = ops.ACTIVATIONS[value]
+        self.declared = None
+
+    @property
+    def activation_bits(self) -> int:
+        """Bits of the activations where they are integers: 8, or 4 to simulate an INT4 tensor core."""
+        return self._activation_bits
+
+    @activation_bits.setter
+    def activation_bits(self, value: int) -> None:
+        if value not in (4, 8):
+            raise FormatError(f"activation_bits: found {value!r}, accepted are 4 and 8")
+        if value == 4 and self.activation is None:
+            raise FormatError("activation_bits: found 4, accepted with float activations is 8")
+        self._activation_bits = value
 
     # -- making one -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_quantized(cls, q: QuantizedWeight, activation: str | None = DEFAULT) -> QuantLinear:
-        """Pack ``q``. ``activation`` "default" obeys what the checkpoint declares and is "group" where it declares none."""
+        """Pack ``q``. ``activation`` "default" obeys what the checkpoint declares and is "group" where it declares none;
+        declared 4-bit activations run in 8 bits, "token" behind a Hadamard, else "group"."""
+        four: Activation | None = None
         if activation == DEFAULT:
             declared = q.activation or Activation()
             activation = None if declared.granularity == "none" else declared.granularity
+            if declared.bits == 4 and activation is not None:
+                four, activation = declared, "token" if q.hadamard else "group"
         q.check_values()
         choice = dispatch.choose(q, q.codes.device.type)
         with torch.inference_mode(False), torch.no_grad():
@@ -92,6 +124,9 @@ class QuantLinear(torch.nn.Module):
                 bias=q.bias,
                 perm=q.perm,
                 smooth=q.smooth,
+                hadamard=q.hadamard,
+                low_rank=q.low_rank,
+                declared=four,
                 plain=q if runs_reference else None,
                 choice=choice,
             )
@@ -163,19 +198,57 @@ class QuantLinear(torch.nn.Module):
             raise FormatError(f"x: found {x.dtype}, accepted are float32, bfloat16, float16")
         if self.plain is not None:
             granularity: Any = self.activation or "none"
-            activation = (self.plain.activation or Activation())._replace(granularity=granularity)
+            activation = self._four() if self.activation_bits == 4 else Activation(8, granularity)
             return reference.linear(x, self.plain, activation).to(x.dtype)
+        if self.hadamard or self.rank or self._activation_bits == 4:
+            return self._behind_transforms(x)
+        return self._kernel(x, self._activation_code, self.perm, self.smooth)
+
+    def _kernel(self, x: Tensor, activation: int, perm: Tensor | None, smooth: Tensor | None) -> Tensor:
         return ops.linear(
             x,
             self.packed,
             self.out_features,
             self.group_size,
             self.bits,
-            self._activation_code,
+            activation,
             self.bias,
-            self.perm,
-            self.smooth,
+            perm,
+            smooth,
         )
+
+    def _behind_transforms(self, x: Tensor) -> Tensor:
+        """Smoothing and Hadamard here, the product in the kernel, the low rank in float32 beside it. Every step works
+        on one row at a time in one order, so that a row of a batch gives the same bits alone."""
+        inside = x.float()
+        if self.smooth is not None:
+            inside = inside / self.smooth
+        if self.hadamard:
+            inside = reference.hadamard(inside, self.hadamard)
+        if self._activation_bits == 4:
+            y = self._kernel(self._rounded(inside), ops.ACTIVATIONS[None], None, None)
+        else:
+            y = self._kernel(inside, self._activation_code, self.perm, None)
+        if self.down is not None and self.up is not None:
+            if self.down.dtype == torch.float16:
+                none, k = ops.ACTIVATIONS[None], self.in_features
+                hidden = ops.linear(inside, self.down, self.rank, k, 16, none)
+                y = y + ops.linear(hidden, self.up, self.out_features, self.rank, 16, none)
+            else:
+                y = y + (inside @ self.down) @ self.up.T
+        return y.to(x.dtype)
+
+    def _four(self) -> Activation:
+        return self.declared or Activation(4, "group")
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """x' [..., K] -> its 4-bit codes times their scales, permuted as the weight is."""
+        flat = x.reshape(-1, self.in_features)
+        columns = flat if self.perm is None else flat[:, self.perm.long()]
+        four = self._four()
+        size = reference.GROUP_4 if four.granularity == "group" else self.in_features
+        codes, scales = reference.quantize_rows(columns, size, four)
+        return (codes.float() * reference.expand(scales, size, self.in_features)).reshape(x.shape)
 
     def to_quantized(self) -> QuantizedWeight:
         """The plain value again: bit-equal codes, scales and zeros. TypeError for float16 storage."""
@@ -186,22 +259,34 @@ class QuantLinear(torch.nn.Module):
         codes, scales, zeros = layouts.unpack(
             self.packed, self.out_features, self.in_features, self.group_size, self.bits, symmetric=self.symmetric
         )
-        granularity: Any = self.activation or "none"
-        declared = Activation(8 if self.activation else 16, granularity)
         return QuantizedWeight(
-            codes, scales, self.group_size, self.bits, zeros, self.perm, None, self.smooth, 0, declared, self.bias
-        )
+            codes, scales, self.group_size, self.bits, zeros, self.perm, self._low_rank(), self.smooth, self.hadamard,
+            self.declares(), self.bias,
+        )  # fmt: skip
+
+    def declares(self) -> Activation:
+        """The activation that a save writes: what the checkpoint declared, else what runs."""
+        granularity: Any = self.activation or "none"
+        return self.declared or Activation(8 if self.activation else 16, granularity)
+
+    def _low_rank(self) -> LowRank | None:
+        if self.down is None or self.up is None:
+            return None
+        if self.down.dtype != torch.float16:
+            return LowRank(self.down, self.up)
+        down = panels.unpack_half(self.down, self.rank, self.in_features).T.contiguous()
+        return LowRank(down, panels.unpack_half(self.up, self.out_features, self.rank))
 
     def dequantize(self) -> Tensor:
-        """W [N, K] float32 in the order of x, smoothing folded in: what a float layer would hold."""
+        """W [N, K] float32 in the order of x, with smoothing, Hadamard and low rank folded in: what a float layer would
+        hold."""
         if self.bits == 16:
             return panels.unpack_half(self.packed, self.out_features, self.in_features).float()
-        w = reference.dequantize(self.to_quantized())
-        return w if self.smooth is None else w / self.smooth
+        return effective(self.to_quantized())
 
     def packed_bytes(self) -> int:
         """Bytes that a forward reads: the packed weight and its side tensors."""
-        kept = (self.packed, self.bias, self.perm, self.smooth)
+        kept = (self.packed, self.bias, self.perm, self.smooth, self.down, self.up)
         plain = () if self.plain is None else (self.plain.codes, self.plain.scales, self.plain.zeros)
         return sum(t.numel() * t.element_size() for t in (*kept, *plain) if t is not None)
 
@@ -213,6 +298,9 @@ class QuantLinear(torch.nn.Module):
             "kernel": kernel,
             "tier": None if kernel == "reference" else ops.cpu_isa(),
             "activation": self.activation or "float",
+            "declared_activation_bits": self.declares().bits,
+            "hadamard": self.hadamard,
+            "rank": self.rank,
             "bits": self.bits,
             "group_size": self.group_size,
             "bytes": self.packed_bytes(),
@@ -232,6 +320,16 @@ class QuantLinear(torch.nn.Module):
             if buffer is not None:
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         return self
+
+
+def _branch(low_rank: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
+    """The factors as a layer keeps them: float16 panels for our own kernel, else float32."""
+    if low_rank is None:
+        return None, None
+    factors = [t.detach() for t in low_rank]
+    if all(torch.equal(t.half().to(t.dtype), t) for t in factors):
+        return panels.pack_half(factors[0].T.contiguous()), panels.pack_half(factors[1])
+    return factors[0].float().clone(), factors[1].float().clone()
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .types import Activation, QuantizedWeight
+from .types import Activation, FormatError, QuantizedWeight
 
 TINY = 2.0**-100  # rows (or groups) whose amax is below quantize to zero
+GROUP_4 = 64  # columns that share a 4-bit activation scale, whatever the weight's groups are
+MOST_STEPS = 15  # |code| * 15 <= 120: a signed 4-bit code times a two-level multiplier fits int8
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
-    """Hᵀ x along the last dimension; H = blockdiag(H_block) / sqrt(block), Sylvester order. ``block`` a power of two."""
-    h = torch.ones(1, 1, dtype=torch.float32, device=x.device)
-    while h.shape[0] < block:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    h = h / math.sqrt(block)
-    return (x.float().reshape(-1, block) @ h).reshape(x.shape)
+    """Hᵀ x along the last dimension, float32; H = blockdiag(H_block) / sqrt(block), Sylvester order.
+
+    ``block`` is a power of two that divides the width. Butterflies of stride 1, 2, 4, ... in this order, then one
+    product: the order of the float32 sums is part of the definition, so that a kernel can give the same bits. H is
+    symmetric and its own inverse.
+    """
+    if x.shape[-1] % block or block & (block - 1):
+        raise FormatError(
+            f"hadamard: found block {block} with width {x.shape[-1]}, accepted is a power of two dividing it"
+        )
+    y = x.float()
+    stride = 1
+    while stride < block:
+        pairs = y.reshape(y.numel() // (2 * stride), 2, stride)
+        y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
+        stride *= 2
+    return (y * (1 / math.sqrt(block))).reshape(x.shape)
 
 
 def expand(per_group: Tensor, group_size: int, k: int) -> Tensor:
@@ -57,8 +71,7 @@ def quantize_rows(
     m, k = x.shape
     size = group_size or k
     groups = -(-k // size)
-    padded = torch.zeros(m, groups * size).copy_(torch.nn.functional.pad(x, (0, groups * size - k)))
-    blocks = padded.reshape(m, groups, size)
+    blocks = torch.nn.functional.pad(x, (0, groups * size - k)).reshape(m, groups, size)
     amax = blocks.abs().amax(-1)
     usable = torch.isfinite(amax) & (amax >= TINY)
     safe = torch.where(usable, amax, torch.ones_like(amax)).unsqueeze(-1)
@@ -79,12 +92,16 @@ def transform(x: Tensor, q: QuantizedWeight) -> Tensor:
     """x' = Hᵀ(x / smooth) in float32, columns not yet permuted."""
     x = x.float()
     if q.smooth is not None:
-        x = x / q.smooth.float()
+        x = x / q.smooth.float().to(x.device)
     return hadamard(x, q.hadamard) if q.hadamard else x
 
 
 def linear(x: Tensor, q: QuantizedWeight, activation: Activation | None = None) -> Tensor:
-    """y [..., N] float32 of x [..., K], with ``activation`` (default: the weight's own, else float activations)."""
+    """y [..., N] float32 of x [..., K], with ``activation`` (default: the weight's own, else float activations).
+
+    ``Activation(4, "group")`` is what an INT4 tensor core computes: 4-bit activations in groups of 64 columns. The low
+    rank sees x' as it is, never quantized.
+    """
     activation = activation or q.activation or Activation(16, "none")
     flat = transform(x.reshape(-1, x.shape[-1]), q)
     columns = flat if q.perm is None else flat[:, q.perm.long()]
@@ -92,7 +109,7 @@ def linear(x: Tensor, q: QuantizedWeight, activation: Activation | None = None) 
     if activation.granularity == "none":
         y = columns.double() @ w.T
     else:
-        size = q.group_size if activation.granularity == "group" else None
+        size = (GROUP_4 if activation.bits == 4 else q.group_size) if activation.granularity == "group" else None
         codes, scales = quantize_rows(columns, size, activation)
         y = (codes.double() * expand(scales.double(), size or q.k, q.k)) @ w.T
     if q.low_rank is not None:
@@ -100,6 +117,41 @@ def linear(x: Tensor, q: QuantizedWeight, activation: Activation | None = None) 
     if q.bias is not None:
         y = y + q.bias.double()
     return y.float().reshape(*x.shape[:-1], q.n)
+
+
+class TwoLevel(NamedTuple):
+    """Scales as integer multiples of one scale a row: ``scales[n, g] = channel[n] * steps[n, g]``, exactly."""
+
+    channel: Tensor  # [N] float32, > 0
+    steps: Tensor  # [N, G] int8, -15 .. 15
+
+
+def two_level(scales: Tensor) -> TwoLevel | None:
+    """Split scales [N, G] into two levels with the smallest multipliers that do it; None where a row has no such split."""
+    s = scales.double()
+    size = s.abs()
+    top = size.amax(1, keepdim=True) if s.shape[1] else size.new_zeros(s.shape[0], 1)
+    top = torch.where(top > 0, top, torch.ones_like(top))
+    most = torch.zeros_like(top)  # the multiplier of the largest scale of each row, 0 while none is found
+    for m in range(MOST_STEPS, 0, -1):
+        exact = ((size * m / top).round() * top == size * m).all(1, keepdim=True)
+        most = torch.where(exact, float(m), most)
+    if bool((most == 0).any()):
+        return None
+    return TwoLevel((top / most)[:, 0].float(), ((size * most / top).round() * s.sign()).to(torch.int8))
+
+
+def expand_int8(q: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """A symmetric 4-bit weight with two-level (or channel) scales as int8 [N, K] and one float32 scale a row [N].
+
+    ``w = channel * int8``, exactly: what an INT8 tensor core multiplies. ValueError where the scales are not two-level.
+    """
+    levels = two_level(q.scales) if q.bits == 4 and q.zeros is None else None
+    if levels is None:
+        raise ValueError(
+            "scales: found none that are integer multiples 1 .. 15 of one scale a row under signed 4-bit codes"
+        )
+    return (q.codes * expand(levels.steps, q.group_size, q.k)).to(torch.int8), levels.channel
 
 
 def error(got: Tensor, want: Tensor) -> float:

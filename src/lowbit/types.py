@@ -53,6 +53,7 @@ SCHEMES: dict[str, Scheme] = {
     "w4a8": Scheme("w4a8"),
     "w8a8": Scheme("w8a8", bits=8, group_size=-1, symmetric=True, activation=Activation(8, "token")),
     "w4a16": Scheme("w4a16", activation=Activation(16, "none")),
+    "w4a4": Scheme("w4a4", symmetric=True, activation=Activation(4, "group")),
     "fp16": Scheme("fp16", bits=16, group_size=-1, symmetric=True, activation=Activation(16, "none")),
 }
 

@@ -231,7 +231,8 @@ int main(int argc, char** argv) {
     if (at(i) != scalar && (all || supported(*at(i))) && (argc < 3 || !std::strcmp(at(i)->name, argv[2])))
       tables.push_back(at(i));
 
-  const int64_t ms[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33}, ns[] = {1, 15, 16, 17, 40, 64, 67, 129};
+  const int64_t ms[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 0, 150, 40, 48},
+                ns[] = {1, 15, 16, 17, 40, 64, 67, 129};
   const int64_t ks[] = {1, 7, 32, 33, 64, 96, 100, 257, 512}, gs[] = {1, 8, 16, 20, 32, 64, 128, 1000000};
   std::vector<long> done(tables.size()), wrong(tables.size());
   for (int w = 0; w < kWeights; ++w)
@@ -244,7 +245,7 @@ int main(int argc, char** argv) {
                    static_cast<Granularity>(granularity),
                    static_cast<Dtype>(dtype),
                    static_cast<Fill>(fill),
-                   ms[below(12)],
+                   1,
                    ns[below(8)],
                    ks[below(9)],
                    gs[below(8)],
@@ -252,9 +253,12 @@ int main(int argc, char** argv) {
                    below(3) == 0,
                    below(3) == 0,
                    below(2) != 0};
+            c.m = ms[round] ? ms[round] : 1 + below(40);  // every height of a tile, and some of several tiles
             if (round == 0)
               c.k = 4096, c.group = 1000000, c.m = 9, c.n = 33;  // long sums: d is no longer exact in float32
-            if (round < 12) c.m = ms[round];                     // every height of a tile
+            if (c.m == 150) c.k = 96, c.group = 32, c.n = 33;
+            if (c.m == 40) c.k = 1000, c.group = 1000;  // groups that are cut, with and without a short end
+            if (c.m == 48) c.k = 1100, c.group = 600;
             if (c.group > c.k) c.group = c.k;
             const Problem p(c);
             const std::vector<uint8_t> want = p.run(*scalar, 0, c.m);

@@ -71,6 +71,9 @@ static inline I512 loadu_si512(const void* p) {
 static inline void storeu_ps(void* p, const F512& v) {
   for (int h = 0; h < 2; ++h) _mm256_storeu_ps(static_cast<float*>(p) + 8 * h, v.half[h]);
 }
+static inline void storeu_si512(void* p, const I512& v) {
+  for (int h = 0; h < 2; ++h) _mm256_storeu_si256(static_cast<__m256i*>(p) + h, v.half[h]);
+}
 static inline F512 set1_ps(float s) {
   return each_f([=](int) { return _mm256_set1_ps(s); });
 }
@@ -141,6 +144,7 @@ static inline I512 cvtepu16_epi32(__m256i a) {
   }
 LOWBIT_MODEL_INTEGER(add_epi32, _mm256_add_epi32)
 LOWBIT_MODEL_INTEGER(sub_epi32, _mm256_sub_epi32)
+LOWBIT_MODEL_INTEGER(sub_epi8, _mm256_sub_epi8)
 LOWBIT_MODEL_INTEGER(mullo_epi32, _mm256_mullo_epi32)
 LOWBIT_MODEL_INTEGER(max_epi32, _mm256_max_epi32)
 LOWBIT_MODEL_INTEGER(and_si512, _mm256_and_si256)
@@ -206,6 +210,7 @@ static inline F512 mask_blend_ps(Mask16 mask, const F512& a, const F512& b) {  /
 #define _mm512_loadu_ps model::loadu_ps
 #define _mm512_loadu_si512 model::loadu_si512
 #define _mm512_storeu_ps model::storeu_ps
+#define _mm512_storeu_si512 model::storeu_si512
 #define _mm512_set1_ps model::set1_ps
 #define _mm512_set1_epi32 model::set1_epi32
 #define _mm512_set1_epi16 model::set1_epi16
@@ -225,6 +230,7 @@ static inline F512 mask_blend_ps(Mask16 mask, const F512& a, const F512& b) {  /
 #define _mm512_cvtepu16_epi32 model::cvtepu16_epi32
 #define _mm512_add_epi32 model::add_epi32
 #define _mm512_sub_epi32 model::sub_epi32
+#define _mm512_sub_epi8 model::sub_epi8
 #define _mm512_mullo_epi32 model::mullo_epi32
 #define _mm512_max_epi32 model::max_epi32
 #define _mm512_and_si512 model::and_si512

@@ -36,6 +36,8 @@ struct W4 {
 };
 using W4Stream = W4;
 
+using W4Bytes = W4;  // unpacking costs nothing here: the ports of the products are not those of the shifts
+
 struct W8 {
   static constexpr int kLines = 8, kDwords = 1, kMaxCode = 255;
   struct Line {

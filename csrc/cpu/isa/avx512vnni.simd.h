@@ -4,6 +4,9 @@ using F = __m512;
 using I = __m512i;
 constexpr int kLanes = 16, kVecs = kPanel / kLanes, kRowBlock = 8;
 constexpr int kPrefetch = 2048;  // bytes ahead, measured: 0.83 -> 0.58 ms with four panels, docs/kernels.md
+// Rows of x from which weights are unpacked once for all of them: 4-bit codes to bytes, codes to floats,
+// float16 to floats. Measured 2026-11-30, docs/kernels.md.
+constexpr int64_t kBytesFrom = kRowBlock + 1, kFloatsFrom = 2 * kRowBlock, kHalvesFrom = 4 * kRowBlock;
 template <int MB>
 constexpr int int_panels() {
   return MB <= 4 ? 4 : 2;
@@ -31,6 +34,7 @@ static inline F load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 static inline I load_i(const void* p) { return _mm512_loadu_si512(p); }
+static inline void store_i(void* p, I v) { _mm512_storeu_si512(p, v); }
 static inline I splat_i(int32_t s) { return _mm512_set1_epi32(s); }
 static inline I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
 static inline I max_i(I a, I b) { return _mm512_max_epi32(a, b); }

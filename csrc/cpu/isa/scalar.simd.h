@@ -3,6 +3,9 @@ using F = float;
 using I = int32_t;
 constexpr int kLanes = 1, kVecs = kPanel / kLanes, kRowBlock = 1;
 constexpr int kPrefetch = 0;
+// Rows of x from which weights are unpacked once for all of them: 4-bit codes to bytes, codes to floats,
+// float16 to floats. Measured 2026-11-30, docs/kernels.md.
+constexpr int64_t kBytesFrom = kNever, kFloatsFrom = kNever, kHalvesFrom = kNever;
 template <int MB>
 constexpr int int_panels() {
   return 1;
@@ -28,6 +31,8 @@ static inline I to_int(F v) {  // half to even, |v| < 2^22
 }
 static inline F power_of_two(I n) { return float_of(static_cast<uint32_t>(n + 127) << 23); }  // 0 for -127
 static inline F load_half(const uint16_t* p) { return half_to_float(*p); }
+static inline I load_i(const void* p) { return *static_cast<const int32_t*>(p); }
+static inline void store_i(void* p, I v) { *static_cast<int32_t*>(p) = v; }
 static inline I splat_i(int32_t s) { return s; }
 static inline I add_i(I a, I b) { return a + b; }
 static inline I max_i(I a, I b) { return a > b ? a : b; }
@@ -70,6 +75,7 @@ struct W4 {
   static inline I total(Acc acc) { return acc; }
 };
 using W4Stream = W4;
+using W4Bytes = W4;  // one row at a time: nothing to unpack for others
 
 struct W8 : W4 {
   static constexpr int kLines = 8, kDwords = 1, kMaxCode = 255;

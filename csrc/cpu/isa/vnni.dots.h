@@ -52,3 +52,4 @@ struct W8 : W4 {
   static inline Line load(const uint8_t* p) { return load_i(p); }
   static inline void dot(Acc& acc, Line w, int, Act x, int) { acc = dpbusd(acc, w, x); }
 };
+using W4Bytes = W8;  // codes that stand a byte each

@@ -4,6 +4,9 @@ using F = __m256;
 using I = __m256i;
 constexpr int kLanes = 8, kVecs = kPanel / kLanes, kRowBlock = 4;
 constexpr int kPrefetch = 2048;  // bytes ahead; the hardware prefetcher stops at page ends
+// Rows of x from which weights are unpacked once for all of them: 4-bit codes to bytes, codes to floats,
+// float16 to floats. Measured 2026-11-30, docs/kernels.md.
+constexpr int64_t kBytesFrom = kNever, kFloatsFrom = 4 * kRowBlock, kHalvesFrom = kNever;
 template <int MB>
 constexpr int int_panels() {
   return 1;
@@ -31,6 +34,7 @@ static inline F load_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 static inline I load_i(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+static inline void store_i(void* p, I v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 static inline I splat_i(int32_t s) { return _mm256_set1_epi32(s); }
 static inline I add_i(I a, I b) { return _mm256_add_epi32(a, b); }
 static inline I max_i(I a, I b) { return _mm256_max_epi32(a, b); }

@@ -1,4 +1,4 @@
-"""``lowbit bench numbers``: the JSON lines of the benches as one Markdown page. Nothing is typed by hand."""
+"""``lowbit bench numbers``: the JSON lines of the benches as one Markdown page with bar charts. Nothing is typed by hand."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowbit.bench import chart, models
 from lowbit.types import FormatError
 
 # What makes two lines parts of one run, and so of one table.
-RUN = ("chip", "torch", "lowbit", "commit", "date", "pages", "in_cache", "source")
+RUN = ("bench", "chip", "torch", "lowbit", "commit", "date", "pages", "in_cache", "model", "source")
 HEAD = """# Numbers
 
-Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json` wrote; each table is one interleaved
-run on one machine, medians over the stated repeats. `x` is the time over that of the first row of its shape: above 1 is
-slower than ours. The error is the relative Frobenius distance to the float product on Gaussian x.
+Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json` and `bench models --json` wrote; each
+table is one interleaved run on one machine, medians over the stated repeats or rounds. `x` is the time over that of the
+first row of its shape: above 1 is slower than ours. The error is the relative Frobenius distance to the float product on
+Gaussian x.
 """
+# Said once, under the first table of whole models.
+MODELS = """Tokens a second: the median over the rounds, then the best (of decoding: every step at its least over the
+rounds). Memory is what a process grew by beyond an interpreter with torch, or a bare one where the runtime needs no
+torch: resident while decoding, and at its peak, loading included. `cpu` is CPU seconds a second of decoding. `same`
+counts the first greedy tokens, of 16, that float32 gives too; the error is that of the logits after the prompt."""
+KINDS = {"layers": chart.layers, "models": chart.models}
 
 
 def read(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """The lines of all files; FormatError names a file and line that is no JSON object of ``bench layers``."""
+    """The lines of all files; FormatError names a file and line that is no JSON object of a bench."""
     lines: list[dict[str, Any]] = []
     for path in paths:
         for number, text in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
@@ -29,49 +37,93 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
                 raise FormatError(f"{path} line {number}: found no JSON ({error.msg})") from None
-            if not isinstance(line, dict) or line.get("bench") != "layers":
-                raise FormatError(f"{path} line {number}: found {text[:40]!r}, accepted is a line of bench layers")
+            if not isinstance(line, dict) or line.get("bench") not in KINDS:
+                accepted = "a line of bench layers or bench models"
+                raise FormatError(f"{path} line {number}: found {text[:40]!r}, accepted is {accepted}")
             lines.append({**line, "source": Path(path).name})
     return lines
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """One run: a row a competitor and shape, with what the run ran on above it."""
+    """One run: a row a competitor and case, with what the run ran on above it."""
     first = lines[0]
-    where = "in cache" if first["in_cache"] else "weights rotated out of cache"
-    commit = f", commit {first['commit'][:12]}" if first.get("commit") else ""
-    rows = [
-        f"## {first['chip']}, {first['date']}, {where}",
-        "",
-        f"lowbit {first['lowbit']}{commit}, torch {first['torch']}; pages: {first['pages']}; lines: `{first['source']}`",
-        "",
-        "| N×K | M | threads | | median ms | min ms | GOPS | GB/s | error | x | repeats |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    rows += [
-        f"| {x['n']}×{x['k']} | {x['m']} | {x['threads']} | {x['name']} | {x['median_ms']:.4f} | {x['min_ms']:.4f} "
-        f"| {x['gops']:.0f} | {x['gb_per_s']:.1f} | {x['error']:.1e} | {x['ratio']:.2f} | {x['repeats']} |"
-        for x in lines
-    ]
-    return "\n".join(rows)
+    what = first.get("model") or ("in cache" if first["in_cache"] else "weights rotated out of cache")
+    commit = f", commit {first['commit']}" if first.get("commit") else ""
+    versions = f"lowbit {first['lowbit']}{commit}, torch {first['torch']}"
+    if first["bench"] == "models":
+        work = f"{first['decode_tokens']} tokens after {first['prompt_tokens']}, prefill of {first['prefill_tokens']}"
+        versions, head = f"{versions}; {work}", models.HEAD
+        rows = [models.cells(x) for x in lines]
+    else:
+        versions = f"{versions}; pages: {first['pages']}"
+        head = ["N×K", "M", "threads", "", "median ms", "min ms", "GOPS", "GB/s", "error", "x", "repeats"]
+        rows = [_cells(x) for x in lines]
+    return "\n".join(
+        [
+            f"## {first['chip']}, {first['date']}, {what}",
+            "",
+            f"{versions}; lines: `{first['source']}`",
+            "",
+            _row(head),
+            "|" + "---|" * len(head),
+            *map(_row, rows),
+        ]
+    )
+
+
+def _cells(x: Mapping[str, Any]) -> list[str]:
+    ratio = "" if x["ratio"] is None else f"{x['ratio']:.2f}"
+    times = [f"{x['median_ms']:.4f}", f"{x['min_ms']:.4f}"]
+    rates = [f"{x['gops']:.0f}", f"{x['gb_per_s']:.1f}", f"{x['error']:.1e}"]
+    return [f"{x['n']}×{x['k']}", str(x["m"]), str(x["threads"]), x["name"], *times, *rates, ratio, str(x["repeats"])]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def charts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """File name -> SVG: one for the layers and one for the models of every file of lines."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((line["bench"], line["source"]), []).append(line)
+    return {_chart(kind, source): KINDS[kind](group) for (kind, source), group in groups.items()}
+
+
+def _chart(kind: str, source: str) -> str:
+    return f"{Path(source).stem}-{kind}.svg"
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page: runs in the order in which they are first seen."""
+    """The whole page: runs in the order in which they are first seen, each file's chart above its first table."""
     runs: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
         runs.setdefault(tuple(str(line.get(key)) for key in RUN), []).append(line)
-    return "\n\n".join([HEAD.rstrip(), *(table(run) for run in runs.values())]) + "\n"
+    parts, drawn, told = [HEAD.rstrip()], set(), False
+    for run in runs.values():
+        name = _chart(run[0]["bench"], run[0]["source"])
+        if name not in drawn:
+            parts.append(f"![bars of the {run[0]['bench']} in {run[0]['source']}](charts/{name})")
+        drawn.add(name)
+        parts.append(table(run))
+        if run[0]["bench"] == "models" and not told:
+            parts.append(MODELS)
+            told = True
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="lowbit bench numbers", description=__doc__)
-    p.add_argument("files", nargs="+", metavar="JSONL", help="what lowbit bench layers --json wrote")
-    p.add_argument("--out", metavar="FILE", help="write the page here instead of printing it")
+    p.add_argument("files", nargs="+", metavar="JSONL", help="what lowbit bench layers --json or models --json wrote")
+    p.add_argument("--out", metavar="FILE", help="write the page here, and its charts into charts/ beside it")
     args = p.parse_args(argv)
-    text = page(read(args.files))
-    if args.out:
-        Path(args.out).write_text(text, "utf-8")
-    else:
-        print(text, end="")
+    lines = read(args.files)
+    if not args.out:
+        print(page(lines), end="")
+        return 0
+    folder = Path(args.out).parent / "charts"
+    folder.mkdir(exist_ok=True)
+    for name, svg in charts(lines).items():
+        (folder / name).write_text(svg, "utf-8")
+    Path(args.out).write_text(page(lines), "utf-8")
     return 0

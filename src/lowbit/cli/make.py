@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.cli.show import as_json, megabytes, table
+from lowbit.models.overrides import parse
+from lowbit.quantize import RECIPES, SCALES
 from lowbit.types import SCHEMES, FormatError
 
 CONVERT_TO = ("gptq", "gptq_v2", "awq", "compressed-tensors", "lowbit")
@@ -20,8 +22,21 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument("model", help="directory (or cached hub id) with plain weights")
     one.add_argument("out", help="directory to write")
     one.add_argument("--scheme", choices=tuple(SCHEMES), default="w4a8")
-    one.add_argument("--method", choices=("rtn", "gptq"), default="gptq")
-    one.add_argument("--calibration", metavar="FILE", help="text or JSONL file (gptq)")
+    one.add_argument(
+        "--method", choices=("rtn", "gptq", "svdquant"), help="default: svdquant for w4a4, gptq for the others"
+    )
+    one.add_argument("--calibration", metavar="FILE", help="text or JSONL file (all methods but rtn)")
+    one.add_argument("--rank", type=int, metavar="R", help="svdquant: rank of the branch, 0, 16 (default), 32 or 64")
+    one.add_argument("--recipe", choices=RECIPES, help="svdquant: default, or iterative (as published)")
+    one.add_argument("--no-hadamard", dest="hadamard", action="store_false", help="svdquant: leave out the rotation")
+    one.add_argument(
+        "--scales", choices=SCALES, default="group",
+        help="two-level: an integer 1..15 times one scale a row, for INT8 tensor cores; channel: one scale a row",
+    )  # fmt: skip
+    one.add_argument(
+        "--override", action="append", default=[], metavar="NAME=A",
+        help="activations of the linears of this name: a4, a8, a8-token or a16 (repeatable)",
+    )  # fmt: skip
     one.add_argument("--group", type=int, metavar="N", help="group size along K, -1 for one group a row")
     one.add_argument("--symmetric", action="store_true", default=None, help="signed codes without zero points")
     one.add_argument(
@@ -55,16 +70,21 @@ def quantize(args: argparse.Namespace) -> int:
 
     source, out = local_directory(args.model), Path(args.out)
     _not_the_same(source, out)
-    if args.method == "gptq" and args.scheme != "fp16" and not args.calibration:
+    method = args.method or ("svdquant" if SCHEMES[args.scheme].activation.bits == 4 else "gptq")
+    if method != "svdquant" and (args.rank is not None or args.recipe or not args.hadamard):
+        raise FormatError(f"--rank, --recipe, --no-hadamard: found with method {method}, accepted is --method svdquant")
+    if method != "rtn" and args.scheme != "fp16" and not args.calibration:
         raise FormatError("--calibration: found nothing, accepted is a text or JSONL file (or --method rtn)")
     resume = Path(args.resume_dir) if args.resume_dir else out.with_name(out.name + ".partial")
     args.after_stop = f"finished blocks are in {resume}, the same command resumes there"
     model = load(source)
     skip = [*(args.skip or ()), *(() if args.head else recipe_for(model).skip)]
     report = api.quantize(
-        model, args.scheme, args.method, args.calibration, tokenizer=tokenizer_of(args.model) if args.calibration else None,
+        model, args.scheme, method, args.calibration, tokenizer=tokenizer_of(args.model) if args.calibration else None,
         group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=skip,
         channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens, progress=sys.stderr.isatty(),
+        rank=16 if args.rank is None else args.rank, recipe=args.recipe or "default", hadamard=args.hadamard,
+        scales=args.scales, overrides=dict(parse(text) for text in args.override),
     )  # fmt: skip
     save(model, out, dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None)
     if not args.resume_dir:

@@ -41,6 +41,11 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     score.add_argument("--tokens", type=int, default=16384, metavar="N")
     score.add_argument("--context", type=int, default=1024, metavar="N")
     score.add_argument("--skip", type=int, default=0, metavar="N", help="tokens to leave out at the beginning")
+    score.add_argument(
+        "--exact",
+        action="store_true",
+        help="simulate the 4-bit activations that a layer declares (default: run in 8 bits)",
+    )
     _loading(score)
     score.set_defaults(run=evaluate)
 
@@ -73,11 +78,10 @@ def tokenizer_of(directory: str) -> PreTrainedTokenizerBase:
 def generate(args: argparse.Namespace) -> int:
     import torch
 
-    from lowbit.engines.decode import TextStream, decode, encode
-    from lowbit.models.load import load
+    from lowbit.engines.decode import TextStream, decode, encode, load_model
 
     tokenizer = tokenizer_of(args.model)
-    model = load(args.model, activation=args.activation, dtype=getattr(torch, args.dtype))
+    model = load_model(args.model, args.activation, getattr(torch, args.dtype), args.engine)
     stream = TextStream(tokenizer, (lambda text: None) if args.json else _write)
     if not args.json and not args.chat:
         _write(args.prompt)
@@ -105,7 +109,7 @@ def _write(text: str) -> None:
 def evaluate(args: argparse.Namespace) -> int:
     import torch
 
-    from lowbit.models.load import load
+    from lowbit.models.load import exactly, load
     from lowbit.models.save import model_bytes
     from lowbit.prove.compare import perplexity
 
@@ -114,11 +118,12 @@ def evaluate(args: argparse.Namespace) -> int:
     for directory in args.model:
         tokenizer = tokenizer_of(directory)
         model = load(directory, activation=args.activation, dtype=getattr(torch, args.dtype))
+        simulated = exactly(model) if args.exact else 0
         found = perplexity(
             model, text, tokenizer, context=args.context, tokens=args.tokens, skip=args.skip, progress=bar(directory)
         )
         size = model_bytes(model)
-        results.append({"model": directory, **found._asdict(), "bytes": size})
+        results.append({"model": directory, **found._asdict(), "bytes": size, "simulated_4_bit_linears": simulated})
         del model
     if args.json:
         as_json(results[0] if len(results) == 1 else {"models": results})
@@ -132,7 +137,7 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-BENCHES = ("layers", "peers", "numbers")
+BENCHES = ("layers", "peers", "models", "numbers")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -142,7 +147,7 @@ def bench(args: argparse.Namespace) -> int:
     if not args.rest or args.rest[0] not in BENCHES:
         found = repr(args.rest[0]) if args.rest else "nothing"
         if found in ("'-h'", "'--help'"):
-            print("usage: lowbit bench layers | peers | numbers ...   (lowbit bench layers --help lists its options)")
+            print(f"usage: lowbit bench {' | '.join(BENCHES)} ...   (lowbit bench layers --help lists its options)")
             return 0
         raise FormatError(f"bench: found {found}, accepted are {', '.join(BENCHES)}")
     module = importlib.import_module(f"lowbit.bench.{args.rest[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.engines.llama import native
+from lowbit.engines.llama import native, refuses
+from lowbit.models.load import load, to_dtype
 from lowbit.types import FormatError
 
 if TYPE_CHECKING:
@@ -41,6 +43,24 @@ class Decoded(NamedTuple):
         """New tokens per second after the first; 0.0 where there was only one."""
         steps = len(self.tokens) - 1
         return steps / self.decode_seconds if steps > 0 and self.decode_seconds > 0 else 0.0
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    activation: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    engine: str = "auto",
+) -> PreTrainedModel:
+    """``lowbit.load`` for decoding on the CPU. Where the native step will run, what is dense stays as it is stored and
+    mapped (an embedding in float16 takes half, and only the rows that are looked up); elsewhere it is cast to
+    ``dtype``. Raises as ``lowbit.load``.
+    """
+    if engine == "transformers":
+        return load(path, activation=activation, dtype=dtype)
+    model = load(path, activation=activation, dtype=None)
+    if refuses(model) is not None:
+        to_dtype(model, dtype)
+    return model
 
 
 @torch.inference_mode()
@@ -130,7 +150,7 @@ def _transformers(model: PreTrainedModel) -> Step:
 def pick(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     """One token of ``logits`` (float32 [V], CPU). Greedy takes the first of equal maxima."""
     if temperature == 0:
-        return int(torch.argmax(logits))
+        return int(logits.numpy().argmax())  # 5 us of 49152, torch's takes 55
     scaled = logits / temperature
     if 0 < top_k < scaled.numel():
         scaled = scaled.masked_fill(scaled < torch.topk(scaled, top_k).values[-1], float("-inf"))

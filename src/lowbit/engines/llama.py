@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import layouts, ops
+from lowbit.checkpoint.residency import drop_clean_pages
 from lowbit.engines.llama_parts import Parts, collect, refuses
 from lowbit.layouts import pages
 from lowbit.nn import QuantLinear
@@ -86,6 +87,8 @@ class Decoder:
         made = parts.head
         if head == "w8a8" and isinstance(made, nn.Linear):
             made = pack_head(made)
+            if model.name_or_path:  # of an embedding that is mapped, only some rows are needed again
+                drop_clean_pages(model.name_or_path)
         return cls(parts, made, parts.rotary, _rows(parts.head))
 
     def start(self, capacity: int = 256, cache_dtype: torch.dtype = torch.float32, chunk: int = CHUNK) -> State:

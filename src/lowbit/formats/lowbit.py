@@ -5,7 +5,8 @@ Per linear of N outputs, K inputs, G groups:
 * ``qweight``: 4 bits uint8 [N, ceil(K / 2)], element 2j in the low nibble, two's complement, or unsigned where there
   is ``w_zeros``; an odd K has one padding nibble of 0 at the end of a row. 8 bits int8 [N, K]; where there is
   ``w_zeros`` the same bytes are the unsigned codes.
-* ``w_scales`` float16 or float32 [N, G]; ``w_zeros`` uint8 [N, G]; ``perm`` int32 [K]; ``smooth`` [K];
+* ``w_scales`` float16 or float32 [N, G], of two-level scales the products, exactly (``reference.two_level``);
+  ``w_zeros`` uint8 [N, G]; ``perm`` int32 [K]; ``smooth`` [K];
   ``proj_down`` [K, R] and ``proj_up`` [N, R]; ``bias`` [N]. Floats are float16 where that is exact, else float32.
 
 The file's metadata key ``lowbit`` is JSON: version, method, bits, group_size, rank, hadamard, base_sha256, and

@@ -51,7 +51,7 @@ def resolve_scheme(
 def quantize(
     model: PreTrainedModel,
     scheme: str | Scheme = "w4a8",
-    method: str = "gptq",
+    method: str | None = None,
     calibration: str | os.PathLike[str] | Iterable[Any] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -67,8 +67,9 @@ def quantize(
 ) -> Report:
     """Turn the linears of every block into QuantLinear, in place, and report on each.
 
-    ``scheme``: "w4a8", "w8a8", "w4a16", "fp16" or a Scheme; ``group_size``, ``symmetric`` and ``activation`` ("group",
-    "token", "none") change it. ``method``: "rtn" (needs no calibration) or "gptq". ``calibration``: a text or JSONL
+    ``scheme``: "w4a8", "w8a8", "w4a16", "w4a4", "fp16" or a Scheme; ``group_size``, ``symmetric`` and ``activation`` ("group",
+    "token", "none") change it. ``method``: "rtn" (needs no calibration), "gptq" or "svdquant" (GPTQ with
+    smoothing, Hadamard and a low rank); None is svdquant where activations have 4 bits, else gptq. ``calibration``: a text or JSONL
     file, token ids, texts or keyword arguments for the model; text needs a ``tokenizer``; about ``tokens`` tokens
     are used. ``skip`` names linears (whole dotted names, beginnings or ends) that stay dense, by default the output
     head; ``skip=()`` rounds the head too, to nearest, and unties it from the embedding, which keeps every bit.
@@ -76,6 +77,7 @@ def quantize(
     ``models.calibrate.quantize_model``. Raises FormatError before anything is changed for arguments that do not fit.
     """
     chosen = resolve_scheme(scheme, group_size, symmetric, activation)
+    method = method or ("svdquant" if chosen.activation.bits == 4 else "gptq")
     if method not in METHODS:
         raise FormatError(f"method: found {method!r}, accepted are {', '.join(METHODS)}")
     recipe = recipe_for(model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..quantize import InputStats, Method, Options, Row, effective, quantize_linears
-from ..types import SCHEMES, FormatError, QuantizedWeight, Scheme
+from ..quantize import BLOCK, InputStats, Method, Options, Recipe, Row, Scales, effective, quantize_linears, scheme_for
+from ..types import SCHEMES, Activation, FormatError, QuantizedWeight, Scheme
 from .calibration_inputs import TOKENS, WINDOW, Batch, Calibration, digest, read_calibration
+from .overrides import activations_of
 from .recipes import is_linear, matches, recipe_for
 from .resume import Finished, WorkDirectory, weights_digest
 from .walk import Trace, capture, collect
@@ -68,6 +69,11 @@ def quantize_model(
     act_order: bool = True,
     clip: bool = True,
     damp: float = 0.01,
+    scales: Scales = "group",
+    rank: int = 16,
+    recipe: Recipe = "default",
+    hadamard: bool = True,
+    overrides: Mapping[str, str | Activation] | None = None,
     inputs: Literal["quantized", "float"] = "quantized",
     missing: Literal["rtn", "error"] = "rtn",
     resume_dir: str | Path | None = None,
@@ -83,6 +89,9 @@ def quantize_model(
     scales. ``inputs``: a block is measured on what the blocks before it give as "quantized" (two passes a block), or as
     they were in "float" (one pass, so about two thirds of the time). ``blocks`` is the dotted path of the block list, else the family's (recipes.py). ``missing`` says what
     becomes of a linear that saw no token: "rtn" rounds it to nearest with a warning, "error" refuses.
+    Method "svdquant" alone looks at ``rank`` (0, 16, 32, 64), ``recipe`` and ``hadamard``; see quantize/svdquant.py.
+    ``scales`` "two-level" and "channel" are for INT8 tensor cores. ``overrides`` {name: "a4", "a8", "a8-token" or
+    "a16"} chooses the activations of some linears (whole dotted names, beginnings or ends; the last match counts).
     ``resume_dir`` keeps finished blocks; a rerun from the same original model and settings ends in the same bytes.
     ``progress``: True draws a bar with an estimate, or a function (done, total, label).
 
@@ -94,13 +103,16 @@ def quantize_model(
         if scheme not in SCHEMES:
             raise FormatError(f"scheme: found {scheme!r}, accepted are {', '.join(SCHEMES)}")
         scheme = SCHEMES[scheme]
-    options = Options(method, channel_scales, act_order, clip, damp)
+    options = Options(method, channel_scales, act_order, clip, damp, scales, rank, recipe, hadamard)
+    scheme_for(scheme, scales)
     if missing not in ("rtn", "error"):
         raise FormatError(f"missing: found {missing!r}, accepted are rtn, error")
     if inputs not in ("quantized", "float"):
         raise FormatError(f"inputs: found {inputs!r}, accepted are quantized, float")
     path = blocks or recipe_for(model).blocks
-    plan = _plan(model, path, skip, scheme)
+    rotates = method == "svdquant" and recipe == "default" and hadamard
+    plan = _plan(model, path, skip, scheme_for(scheme, scales), BLOCK if rotates else 0)
+    chosen = activations_of([name for block in plan for name in block.linears], overrides or {})
     report = Report(scheme, method)
     if calibration is None:
         if method != "rtn":
@@ -119,6 +131,7 @@ def quantize_model(
             "seed": seed,
             "skip": list(skip),
             "blocks": path,
+            "activations": chosen,
         }
         work = WorkDirectory(
             resume_dir, {**settings, "calibration": digest(batches), "missing": missing, "inputs": inputs}
@@ -135,7 +148,7 @@ def quantize_model(
                 if part is None:
                     before = weights_digest(block.linears) if work else ""
                     early = inputs == "float" and not advanced
-                    part = _quantize_block(block, traces, step, scheme, options, missing, seed, advance=early)
+                    part = _quantize_block(block, traces, step, scheme, options, chosen, missing, seed, advance=early)
                     advanced = advanced or early
                     if work:
                         work.save(index, before, part)
@@ -166,8 +179,8 @@ class _Block:
     linears: dict[str, nn.Linear]  # by full dotted name; each module in one block only
 
 
-def _plan(model: nn.Module, path: str, skip: Sequence[str], scheme: Scheme) -> list[_Block]:
-    """The blocks and their linears; refuses widths that the group does not divide."""
+def _plan(model: nn.Module, path: str, skip: Sequence[str], scheme: Scheme, hadamard: int) -> list[_Block]:
+    """The blocks and their linears; refuses widths that the group or the Hadamard's block does not divide."""
     try:
         container = model.get_submodule(path)
     except AttributeError as error:
@@ -197,6 +210,11 @@ def _plan(model: nn.Module, path: str, skip: Sequence[str], scheme: Scheme) -> l
         raise FormatError(
             f"group_size: found {size}, which does not divide the width of {', '.join(wrong)}; accepted are divisors, or -1"
         )
+    wrong = [f"{name} ({k})" for name, k in widths if hadamard and k % hadamard]
+    if wrong:
+        raise FormatError(
+            f"hadamard: found widths that {hadamard} does not divide: {', '.join(wrong)}; accepted is off"
+        )
     return plan
 
 
@@ -218,6 +236,7 @@ def _quantize_block(
     step: int | None,
     scheme: Scheme,
     options: Options,
+    activations: Mapping[str, Activation],
     missing: str,
     seed: int,
     advance: bool,
@@ -225,7 +244,7 @@ def _quantize_block(
     """All linears of a block. Without traces (no calibration) they are rounded to nearest."""
     measured: list[tuple[list[str], InputStats | None]] = [([name], None) for name in block.linears]
     if step is not None:
-        hessian = options.method == "gptq"
+        hessian = options.method != "rtn"
         measured = [*collect(block.module, block.linears, traces, step, hessian=hessian, seed=seed, advance=advance)]
     jobs: list[tuple[list[str], InputStats | None]] = []
     for names, stats in measured:
@@ -233,7 +252,8 @@ def _quantize_block(
             told = f"{', '.join(names)}: saw no token in calibration"
             if missing == "error":
                 raise FormatError(f"{told}; accepted is at least 1, or missing='rtn'")
-            warnings.warn(f"{told}: rounded to nearest", stacklevel=4)
+            how = "quantized for white inputs" if options.method == "svdquant" else "rounded to nearest"
+            warnings.warn(f"{told}: {how}", stacklevel=4)
             stats = stats or InputStats(block.linears[names[0]].in_features, hessian=False)
         jobs.append((names, stats))
 
@@ -241,7 +261,8 @@ def _quantize_block(
         try:
             with torch.no_grad():
                 torch.set_num_threads(1)
-                return quantize_linears({n: block.linears[n].weight for n in job[0]}, job[1], scheme, options)
+                own = {n: activations[n] for n in job[0] if n in activations}
+                return quantize_linears({n: block.linears[n].weight for n in job[0]}, job[1], scheme, options, own)
         except FormatError as error:
             raise FormatError(f"{', '.join(job[0])}: {error}") from error
 

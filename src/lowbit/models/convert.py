@@ -56,7 +56,8 @@ def convert(source: Path, out: Path, target: str) -> Converted:
     if target == "lowbit":
         rows = {prefix: lowbit.describe(q) for prefix, q in shells.items()}
         method = str(settings.get("method") or settings.get("quant_method") or found)
-        metadata = lowbit.metadata(rows, method, base_sha256=settings.get("base_sha256"))
+        rank = max((q.low_rank.down.shape[1] for q in shells.values() if q.low_rank is not None), default=0)
+        metadata = lowbit.metadata(rows, method, rank=rank, base_sha256=settings.get("base_sha256"))
         if settings.get("fp16_layers"):
             metadata["fp16_layers"] = settings["fp16_layers"]
 

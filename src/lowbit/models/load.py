@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowbit.checkpoint import Checkpoint, open_checkpoint
+from lowbit.checkpoint.residency import drop_clean_pages
 from lowbit.models.plan import Plan, check_names, listed, make_plan, tied_names
 from lowbit.models.replace import get_linear, replace
 from lowbit.nn import QuantLinear
@@ -33,19 +34,20 @@ def load(
     path: str | os.PathLike[str],
     device: str | torch.device | None = None,
     activation: str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
 ) -> PreTrainedModel:
     """A causal LM of transformers from a directory (or a hub id that is already cached), its linears quantized.
 
     Reads GPTQ, AWQ, compressed-tensors, lowbit and plain weights. Quantized linears become QuantLinear, everything
-    else is cast to ``dtype``. ``activation`` is ``"group"``, ``"token"`` or ``"none"`` (float); None obeys what the
+    else is cast to ``dtype``; None leaves it as it is stored, mapped and not copied (for the native engine, which
+    reads every type; a forward of transformers may refuse a mixture). ``activation`` is ``"group"``, ``"token"`` or ``"none"`` (float); None obeys what the
     checkpoint declares and takes ``"group"`` where it declares nothing. The model comes in eval mode, on ``device``
     (CPU where None). While loading, anonymous memory stays below the finished model plus its largest layer in float32.
     Raises FormatError for anything malformed, before a weight is copied.
     """
     chosen = resolve_activation(activation)
     checkpoint = open_checkpoint(local_directory(path))
-    model = build_empty(checkpoint.path, dtype)
+    model = build_empty(checkpoint.path, dtype or torch.float32)
     plan = make_plan(model, checkpoint)
     for name in plan.layers:  # every refusal that needs no data comes first
         get_linear(model, name)
@@ -65,7 +67,33 @@ def load(
     model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256")}  # type: ignore[assignment]
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
+    del checkpoint
+    drop_clean_pages(local_directory(path))
     return model
+
+
+def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what is dense, in place, and leave the packed linears alone. What is shared stays shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.data.to(dtype), requires_grad=False)
+                module._parameters[key] = made[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
+                module._buffers[key] = buffer.to(dtype)
+
+
+def exactly(model: nn.Module) -> int:
+    """Simulate true 4-bit activations in every layer that declares them; returns how many do."""
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.declares().bits == 4]
+    for layer in layers:
+        layer.activation_bits = 4
+    return len(layers)
 
 
 def resolve_activation(name: str | None) -> Activation | None:
@@ -195,7 +223,7 @@ def _dense_linear(model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: st
     return linear
 
 
-def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
     """Put the dense tensors in, one at a time; floating point ones in ``dtype`` (mapped still where it is theirs)."""
     for module_name, module in model.named_modules():
         if isinstance(module, QuantLinear) or module_name in plan.halves:
@@ -207,7 +235,7 @@ def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dty
                 if old is None or source is None or key in module._non_persistent_buffers_set:
                     continue
                 data: Tensor = checkpoint[source]
-                data = data.to(dtype) if data.is_floating_point() else data
+                data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
                 table[key] = nn.Parameter(data, requires_grad=False) if isinstance(old, nn.Parameter) else data
 
 

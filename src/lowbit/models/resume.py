@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..quantize import Row
-from ..types import Activation, FormatError, QuantizedWeight
+from ..types import Activation, FormatError, LowRank, QuantizedWeight
 
 Finished = dict[str, tuple[QuantizedWeight, Row]]
 _FIELDS = ("codes", "scales", "zeros", "smooth")
@@ -59,8 +59,14 @@ class WorkDirectory:
             for entry in meta["rows"]:
                 row = Row(**{**entry["row"], "notes": tuple(entry["row"]["notes"])})
                 tensors = {t: f.get_tensor(f"{row.name}.{t}") for t in _FIELDS if f"{row.name}.{t}" in names}
-                activation = Activation(*entry["activation"])
-                found[row.name] = (QuantizedWeight(**tensors, **entry["fields"], activation=activation), row)
+                branch = [f.get_tensor(n) for t in ("down", "up") if (n := f"{row.name}.{t}") in names]
+                q = QuantizedWeight(
+                    **tensors,
+                    **entry["fields"],
+                    activation=Activation(*entry["activation"]),
+                    low_rank=LowRank(*branch) if branch else None,
+                )
+                found[row.name] = (q, row)
         return found
 
     def save(self, index: int, digest: str, finished: Finished) -> None:
@@ -69,10 +75,12 @@ class WorkDirectory:
         rows = []
         for name, (q, row) in finished.items():
             tensors |= {f"{name}.{t}": v for t in _FIELDS if (v := getattr(q, t)) is not None}
+            if q.low_rank is not None:
+                tensors |= {f"{name}.down": q.low_rank.down.contiguous(), f"{name}.up": q.low_rank.up.contiguous()}
             rows.append(
                 {
                     "row": row._asdict(),
-                    "fields": {"group_size": q.group_size, "bits": q.bits},
+                    "fields": {"group_size": q.group_size, "bits": q.bits, "hadamard": q.hadamard},
                     "activation": tuple(q.activation or Activation(16, "none")),
                 }
             )

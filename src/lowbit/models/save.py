@@ -15,7 +15,7 @@ from lowbit.checkpoint import write_checkpoint
 from lowbit.formats import FORMATS, config_for, lowbit
 from lowbit.models.load import local_directory
 from lowbit.nn import QuantLinear
-from lowbit.types import Activation, FormatError, QuantizedWeight
+from lowbit.types import FormatError, LowRank, QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,7 +87,14 @@ def _shell(module: QuantLinear) -> QuantizedWeight:
         zeros=None if module.symmetric else torch.empty(shape, dtype=torch.uint8, device=meta),
         group_size=module.group_size,
         bits=module.bits,
-        activation=Activation(8, module.activation) if module.activation else Activation(16, "none"),  # type: ignore[arg-type]
+        hadamard=module.hadamard,
+        low_rank=None
+        if not module.rank
+        else LowRank(
+            torch.empty(module.in_features, module.rank, device=meta),
+            torch.empty(module.out_features, module.rank, device=meta),
+        ),
+        activation=module.declares(),
     )
 
 

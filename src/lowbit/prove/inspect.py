@@ -8,6 +8,8 @@ from typing import NamedTuple
 from lowbit.checkpoint import open_checkpoint
 from lowbit.formats import FORMATS, quantized_layers
 from lowbit.models.plan import format_of
+from lowbit.reference import two_level
+from lowbit.types import QuantizedWeight
 
 
 class LayerInfo(NamedTuple):
@@ -37,6 +39,15 @@ class CheckpointInfo(NamedTuple):
     total_bytes: int
 
 
+def scale_form(q: QuantizedWeight) -> str:
+    """ "channel scales" or "two-level scales" where that is what a symmetric weight has, else nothing."""
+    if q.zeros is not None:
+        return ""
+    if q.groups == 1:
+        return "channel scales"
+    return "two-level scales" if two_level(q.scales) is not None else ""
+
+
 def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     """Read every quantized linear of a directory (one at a time) and describe it. FormatError for anything malformed."""
     checkpoint = open_checkpoint(path)
@@ -57,13 +68,16 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
             word
             for word, there in (
                 ("smooth", q.smooth is not None),
-                ("low rank", q.low_rank is not None),
-                ("hadamard", bool(q.hadamard)),
+                ("" if q.low_rank is None else f"low rank {q.low_rank.down.shape[1]}", q.low_rank is not None),
+                (f"hadamard {q.hadamard}", bool(q.hadamard)),
+                (scale_form(q), q.bits == 4 and bool(scale_form(q))),
                 ("bias", q.bias is not None),
             )
             if there
         ]
         declared = "-" if q.activation is None else f"{q.activation.bits} {q.activation.granularity}"
+        if q.activation is not None and q.activation.clip != 1:
+            declared += f" clip {q.activation.clip:g}"
         row = LayerInfo(
             prefix, found, q.bits, q.group_size, q.symmetric, q.perm is not None, q.n, q.k, sizes[prefix],
             declared, ", ".join(extras), q.notes,

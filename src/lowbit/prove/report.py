@@ -36,6 +36,15 @@ class Point(NamedTuple):
     label: str = ""
 
 
+class Bar(NamedTuple):
+    """One bar: its length is ``value`` (0 or more), ``note`` stands behind it; ``ours`` gives it the first colour."""
+
+    label: str
+    value: float
+    note: str = ""
+    ours: bool = False
+
+
 class _Axis(NamedTuple):
     low: float
     high: float
@@ -107,6 +116,40 @@ def plot(
         out.append(_text(LEFT + 6, TOP + 14, f"{len(every) - len(shown)} points not shown", "start"))
     out.append("</svg>")
     return "\n".join(out)
+
+
+def bars(panels: Sequence[tuple[str, Sequence[Bar]]], what: str) -> str:
+    """An SVG of horizontal bars in titled panels, each from 0 on a scale of its own. It can stand in a file of its own.
+
+    ``what`` says what a length is. Raises ValueError for a value that is negative or not finite.
+    """
+    wrong = [bar for _, row in panels for bar in row if not (math.isfinite(bar.value) and bar.value >= 0)]
+    if wrong:
+        raise ValueError(f"bars: found {wrong[0].value} for {wrong[0].label!r}, accepted is a finite number from 0 on")
+    labels = [bar.label for _, row in panels for bar in row]
+    notes = [bar.note for _, row in panels for bar in row]
+    left = 16 + 6.6 * max(map(len, labels), default=0)  # 12 px letters are narrower on average
+    room = max(WIDTH - left - 16 - 6.6 * max(map(len, notes), default=0), 120)
+    y, out = 24.0, [_text(8, 18, what, "start")]
+    for title, row in panels:
+        y += 26
+        out.append(f'<text x="8" y="{y:.0f}" font-weight="600">{escape(title)}</text>')
+        y += 8
+        longest = max((bar.value for bar in row), default=0.0) or 1.0
+        for bar in row:
+            length = room * bar.value / longest
+            place = f'x="{left:.1f}" y="{y:.0f}" width="{length:.1f}" height="14"'
+            tip = f"{bar.label}: {_number(bar.value)}; {bar.note}" if bar.note else f"{bar.label}: {_number(bar.value)}"
+            out.append(_text(left - 6, y + 12, bar.label, "end"))
+            out.append(f'<rect class="bar" {place} fill="{COLOURS[0] if bar.ours else "#9aa3ad"}">')
+            out.append(f"<title>{escape(tip)}</title></rect>")
+            out.append(_text(left + length + 6, y + 12, bar.note, "start"))
+            y += 20
+    height = round(y + 12)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    font = 'font-family="system-ui, sans-serif" font-size="12"'
+    ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+    return "\n".join([f'{head} role="img" aria-label="{escape(what)}" {font}>', ground, *out, "</svg>"]) + "\n"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

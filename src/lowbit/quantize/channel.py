@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..reference import GROUP_4
 from ..types import Scheme
 from .scales import Grid, decode, encode, fit, groups_of
 
@@ -39,10 +40,10 @@ def channel_scales(weight: Tensor, sample: Tensor, rms: Tensor, absmax: Tensor, 
     size = float(target.square().sum())
     plain = best = _loss(w, x, None, target, scheme)
     chosen: tuple[Tensor | None, str] = (None, "none")
-    candidates = [(f"rms^{a:g}", _floored(rms) ** a) for a in RMS_POWERS]
+    candidates = [(f"rms^{a:g}", floored(rms) ** a) for a in RMS_POWERS]
     if scheme.activation.granularity == "token":
-        largest = _floored(w.abs().amax(1).cpu())
-        candidates += [(f"range^{a:g}", _floored(absmax) ** a / largest ** (1 - a)) for a in RANGE_POWERS]
+        largest = floored(w.abs().amax(1).cpu())
+        candidates += [(f"range^{a:g}", floored(absmax) ** a / largest ** (1 - a)) for a in RANGE_POWERS]
     for rule, raw in candidates:
         s = normalise(raw)
         loss = _loss(w, x, s.float().to(w.device), target, scheme)
@@ -59,20 +60,24 @@ def normalise(s: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, scheme: Scheme, group_size: int) -> Tensor:
-    """x [R, K] as the layer's integer product sees it: 8-bit codes times their scale, or x where activations are float."""
-    bits, granularity, _ = scheme.activation
-    if bits != 8 or granularity == "none":
+    """x [R, K] as the layer's integer product sees it: codes times their scale, or x where activations are float.
+
+    8 bits per token or per weight group, 4 bits per token or per 64 columns.
+    """
+    bits, granularity, clip = scheme.activation
+    if bits not in (4, 8) or granularity == "none":
         return x
-    width = x.shape[1] if granularity == "token" else group_size
+    low, high, ratio, columns = (-8, 7, clip, GROUP_4) if bits == 4 else (-127, 127, 1.0, group_size)
+    width = x.shape[1] if granularity == "token" else columns
     pieces = []
-    for columns in groups_of(x.shape[1], width):
-        part = x[:, columns]
-        step = part.abs().amax(1, keepdim=True) / 127
-        pieces.append((part / step.clamp_min(1e-30)).round_().mul_(step))
+    for group in groups_of(x.shape[1], width):
+        part = x[:, group]
+        step = part.abs().amax(1, keepdim=True) * ratio / high
+        pieces.append((part / step.clamp_min(1e-30)).round_().clamp_(low, high).mul_(step))
     return torch.cat(pieces, 1)
 
 
-def _floored(v: Tensor) -> Tensor:
+def floored(v: Tensor) -> Tensor:
     """Channels that never fire get the smallest size that any live one has; all dead: ones."""
     live = v > float(v.max()) * 2.0**-40 if v.numel() else v > 0
     if not bool(live.any()):

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import dequantize
+from ..reference import dequantize, hadamard
 from ..types import FormatError, QuantizedWeight, Scheme
 from .rtn import build, rtn, take
-from .scales import Fit, Grid, decode, encode, fit, grid_for, groups_of
+from .scales import Fit, Grid, Scales, decode, encode, fit, grid_for, groups_of, scheme_for, share_channel
 
 _BLOCK = 128  # columns
 _FIRST_DAMP, _LAST_DAMP = 1e-4, 10.0
@@ -32,8 +32,36 @@ class Outcome(NamedTuple):
     kept: Tensor  # bool [N]: rows kept at round-to-nearest, because GPTQ was worse there in ||X (W - Wq)||
 
 
+class Prepared(NamedTuple):
+    """What GPTQ needs of a Hessian, computed once for all weights and rounds that share it."""
+
+    order: Tensor  # [K] elimination order
+    factor: Tensor | None  # [K, K] float32, U over that order; None where no factorisation was had
+    damping: float | None
+    tried: tuple[float, ...]
+
+
+def prepare(hessian: Tensor, *, act_order: bool = True, damp: float = 0.01) -> Prepared:
+    """Order and factor of a Hessian [K, K]. FormatError on NaN or Inf."""
+    if not bool(torch.isfinite(hessian).all()):
+        raise FormatError("hessian: found NaN or Inf, accepted are finite values")
+    h = hessian.detach().float()
+    k = h.shape[0]
+    largest_first = torch.argsort(h.diagonal(), descending=True, stable=True)
+    order = largest_first if act_order else torch.arange(k, device=h.device)
+    factor, damping, tried = factorise(h[order][:, order], damp)
+    return Prepared(order, None if factor is None else factor.float(), damping, tried)
+
+
 def gptq(
-    weight: Tensor, hessian: Tensor, scheme: Scheme, *, act_order: bool = True, clip: bool = True, damp: float = 0.01
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: Scheme,
+    *,
+    act_order: bool = True,
+    clip: bool = True,
+    damp: float = 0.01,
+    scales: Scales = "group",
 ) -> QuantizedWeight:
     """Quantize a weight [N, K] against the Hessian [K, K] of its inputs; ``notes`` say where it fell back.
 
@@ -41,25 +69,34 @@ def gptq(
     fitted beforehand on the columns as they are, so no permutation is left behind. Without it, columns go in
     their own order and a group's scale is fitted when its first column is reached. ``clip`` searches each scale, a
     column's squared error weighted by 1/U_jj². ``damp`` times mean(diag H) is added to the diagonal, ten times more
-    until H factorises. A row is never worse than round-to-nearest in ||X (W - Wq)||.
+    until H factorises. A row is never worse than round-to-nearest in ||X (W - Wq)||. ``scales``: "group" one scale a
+    group, "two-level" an integer 1 .. 15 times one scale a row (static groups, symmetric 4-bit codes), "channel" one
+    scale a row.
     """
-    return solve(weight, hessian, scheme, act_order=act_order, clip=clip, damp=damp).weight
+    return solve(weight, hessian, scheme, act_order=act_order, clip=clip, damp=damp, scales=scales).weight
 
 
 def solve(
-    weight: Tensor, hessian: Tensor, scheme: Scheme, *, act_order: bool = True, clip: bool = True, damp: float = 0.01
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: Scheme,
+    *,
+    act_order: bool = True,
+    clip: bool = True,
+    damp: float = 0.01,
+    scales: Scales = "group",
+    prepared: Prepared | None = None,
 ) -> Outcome:
-    """As ``gptq``, and says what was done."""
+    """As ``gptq``, and says what was done. ``prepared`` is that of the same Hessian, order and damping."""
+    scheme = scheme_for(scheme, scales)
     w = weight.detach().float()
     n, k = w.shape
     if tuple(hessian.shape) != (k, k):
         raise FormatError(f"hessian: found shape {list(hessian.shape)}, accepted is [{k}, {k}]")
-    if not bool(torch.isfinite(hessian).all()):
-        raise FormatError("hessian: found NaN or Inf, accepted are finite values")
-    plain = rtn(w, scheme)
+    prepared = prepared or prepare(hessian, act_order=act_order, damp=damp)
+    plain = rtn(w, scheme, scales)
     h = hessian.detach().float()
-    order = torch.argsort(h.diagonal(), descending=True, stable=True) if act_order else torch.arange(k)
-    factor, damping, tried = factorise(h[order][:, order], damp)
+    order, factor, damping, tried = prepared
     if factor is None:
         return Outcome(
             plain.with_(notes=(_unsolved(tried),)),
@@ -70,7 +107,10 @@ def solve(
         )
     group_size = scheme.group_of(k)
     grid = grid_for(w, scheme, group_size)
-    codes, fits, loss = eliminate(w.T, factor.float(), order, grid, group_size, static=act_order, clip=clip)
+    static = act_order or scales == "two-level"
+    codes, fits, loss = eliminate(
+        w.T, factor, order, grid, group_size, static=static, clip=clip, shared=scales == "two-level"
+    )
     solved = build(codes, fits, grid, group_size, scheme)
 
     # The loss is the error under the damped Hessian, so never below the error under H: most rows need no second look.
@@ -130,11 +170,20 @@ def invert_upper(r: Tensor) -> Tensor:
 
 
 def eliminate(
-    w: Tensor, factor: Tensor, order: Tensor, grid: Grid, group_size: int, *, static: bool, clip: bool
+    w: Tensor,
+    factor: Tensor,
+    order: Tensor,
+    grid: Grid,
+    group_size: int,
+    *,
+    static: bool,
+    clip: bool,
+    shared: bool = False,
 ) -> tuple[Tensor, list[Fit], Tensor]:
     """Codes [K, N] (w's dtype, columns in their own order), one fit a group, and the loss Σ e² [N], from w [K, N].
 
-    ``factor`` U and ``order`` belong together: row and column j of U stand for input column order[j].
+    ``factor`` U and ``order`` belong together: row and column j of U stand for input column order[j]. ``shared`` makes
+    the scales of a row multiples of one (static groups alone).
     """
     k = w.shape[0]
     importance = factor.diagonal().reciprocal().square()  # in elimination order
@@ -144,6 +193,8 @@ def eliminate(
         original = torch.empty_like(importance)
         original[order] = importance
         fits = [fit(w[c], grid, original[c] if clip else None) for c in groups_of(k, group_size)]
+        if shared:
+            fits = share_channel(fits, w, grid, group_size, original if clip else None)
     group = (order // group_size).tolist()
     work = w[order]  # a copy
     errors = torch.empty(_BLOCK, w.shape[1], dtype=w.dtype, device=w.device)
@@ -172,8 +223,15 @@ def eliminate(
 
 
 def effective(q: QuantizedWeight) -> Tensor:
-    """The matrix [N, K] float32 that a plain linear needs to compute the same: values / smooth."""
+    """The matrix [N, K] float32 that a plain linear needs to compute the same with float activations.
+
+    (values + up downᵀ) Hᵀ / smooth.
+    """
     w = dequantize(q)
+    if q.low_rank is not None:
+        w = w + q.low_rank.up.float() @ q.low_rank.down.float().T
+    if q.hadamard:
+        w = hadamard(w, q.hadamard)
     return w if q.smooth is None else w / q.smooth.float()
 
 

@@ -6,12 +6,19 @@ rounded to the dtype it will be stored in *before* codes are computed with it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..reference import MOST_STEPS
 from ..types import FormatError, Scheme
+
+Scales = Literal["group", "two-level", "channel"]
+SCALES: tuple[Scales, ...] = ("group", "two-level", "channel")
+CHANNEL_DIVISORS = (15, 14, 13, 12, 11)  # the channel scale is the best of: largest group scale / one of these
+_CHANNEL_BITS = 7  # significant bits of a channel scale: times 1 .. 15 it still fits the 11 of fp16
 
 CLIP_ASYMMETRIC = (1.0, 0.95, 0.9, 0.85, 0.8, 0.74, 0.68)  # of the range
 CLIP_SYMMETRIC = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)  # of absmax, on the largest positive code
@@ -40,6 +47,17 @@ class Fit(NamedTuple):
 
     scale: Tensor
     zero: Tensor
+
+
+def scheme_for(scheme: Scheme, scales: Scales) -> Scheme:
+    """The scheme with its weight groups as ``scales`` asks: "channel" is one group a row. FormatError for other words,
+    and for two levels over asymmetric or 8-bit codes, which would not fit int8."""
+    if scales not in SCALES:
+        raise FormatError(f"scales: found {scales!r}, accepted are {', '.join(SCALES)}")
+    if scales == "two-level" and (scheme.bits != 4 or not scheme.symmetric):
+        found = f"{scheme.bits} bits {'symmetric' if scheme.symmetric else 'asymmetric'}"
+        raise FormatError(f"scales: found two-level with {found} codes, accepted are symmetric 4-bit codes")
+    return replace(scheme, group_size=-1) if scales == "channel" else scheme
 
 
 def groups_of(k: int, group_size: int) -> list[slice]:
@@ -84,6 +102,46 @@ def fit(w: Tensor, grid: Grid, importance: Tensor | None = None) -> Fit:
             best = Fit(torch.where(better, candidate.scale, best.scale), torch.where(better, candidate.zero, best.zero))
     assert best is not None
     return best
+
+
+def share_channel(
+    fits: list[Fit], w: Tensor, grid: Grid, group_size: int, importance: Tensor | None = None
+) -> list[Fit]:
+    """Move the scale of every group of w [K, N] to an integer 1 .. 15 times one scale a row (its sign stays).
+
+    Of a few channel scales the one of least squared error is taken, a column's error weighted by ``importance`` [K].
+    A channel scale has 7 significant bits, so that every product is exact in fp16 where ``grid`` stores fp16.
+    """
+    columns = groups_of(w.shape[0], group_size)
+    empty = torch.stack([(w[c] == 0).all(0) for c in columns])  # their scale of 1 says nothing
+    scales = torch.stack([f.scale for f in fits])
+    size = scales.abs().masked_fill(empty, 0)
+    sign = torch.where(scales < 0, -1.0, 1.0).to(w.dtype)
+    top = size.amax(0)
+    top = torch.where(top > 0, top, torch.ones_like(top))
+    best: Tensor | None = None
+    least = torch.full_like(top, torch.inf)
+    for divisor in CHANNEL_DIVISORS:
+        channel = _short(top / divisor, grid)
+        candidate = sign * (size / channel).round_().clamp_(1, MOST_STEPS) * channel
+        total = torch.zeros_like(top)
+        for g, c in enumerate(columns):
+            f = Fit(candidate[g], fits[g].zero)
+            error = decode(encode(w[c], f, grid), f).sub_(w[c]).square_()
+            total += error.sum(0) if importance is None else importance[c].to(w.dtype) @ error
+        better = total < least
+        least = torch.where(better, total, least)
+        best = candidate if best is None else torch.where(better, candidate, best)
+    assert best is not None
+    return [Fit(best[g], f.zero) for g, f in enumerate(fits)]
+
+
+def _short(scale: Tensor, grid: Grid) -> Tensor:
+    """Positive scales rounded to 7 significant bits, 15 times which the stored dtype still holds."""
+    mantissa, exponent = torch.frexp(scale)
+    rounded = torch.ldexp((mantissa * 2**_CHANNEL_BITS).round(), exponent - _CHANNEL_BITS)
+    low, high = (2.0**-18, 4352.0) if grid.dtype == torch.float16 else (2.0**-120, 2.0**123)
+    return rounded.clamp(low, high)
 
 
 def encode(w: Tensor, f: Fit, grid: Grid) -> Tensor:

@@ -1,0 +1,19 @@
+#include <immintrin.h>
+
+#include "../decoder.h"
+#include "../kernels.h"
+
+namespace lowbit::cpu {
+namespace {
+#include "../convert.h"
+#include "amx.simd.h"
+#include "../quantize_rows.body.h"
+#include "../tail.body.h"
+#include "../linear_int.body.h"
+#include "../linear_float.body.h"
+#include "../linear_tiles.body.h"
+#include "../decoder.body.h"
+}  // namespace
+constinit const KernelTable kAmxTable = {"amx",      kAmx,     kRowBlock, quantize_tiles, tiles_w4, tiles_w8,
+                                         linear_f16, add_norm, silu_mul,  append_rows,    attend};
+}  // namespace lowbit::cpu

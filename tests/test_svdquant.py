@@ -535,6 +535,8 @@ def test_rows_of_the_report_say_what_was_done() -> None:
     assert (f"activations clipped at {four.clip:g}" in done["q"][1].notes) == (four.clip != 1)
     assert "rank 8 of 16, all that the shape has" in done["v"][1].notes
     assert done["q"][1].notes[0].startswith("smoothing r")
+    plain = quantize_linears(weights, stats_of(x), W4A4, Options("svdquant", recipe="iterative"))
+    assert not any("smoothing" in note or "clip" in note for _, row in plain.values() for note in row.notes)
     for name, (q, row) in done.items():
         assert row.error_after == pytest.approx(lost(stats_of(x).sample(), weights[name], q), rel=1e-5)
         assert row.error_after < 0.5 * row.error_before

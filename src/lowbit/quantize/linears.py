@@ -198,7 +198,8 @@ def _with_branch(
     done: dict[str, tuple[QuantizedWeight, Row]] = {}
     for name, w, activation, s in zip(weights, parts, each, solved, strict=True):
         q = s.weight.with_(activation=activation)
-        own = ["saw no token: quantized for white inputs" if blind else f"smoothing {found.rule}"]
+        own = ["saw no token: quantized for white inputs"] if blind else []
+        own += [f"smoothing {found.rule}"] if not blind and default and options.channel_scales else []
         own += [f"activations clipped at {activation.clip:g}"] if activation.clip != 1 else []
         own += [f"rank {s.rank} of {options.rank}, all that the shape has"] if s.rank < options.rank else []
         own += ["damping tried: " + ", ".join(f"{d:g}" for d in s.tried)] if len(s.tried) > 1 else []

@@ -190,10 +190,8 @@ void decoder_free(int64_t number) {
 }
 
 int threads() {
-  return lowbit::forked_child ? 1 : std::min(static_cast<int>(torch::stable::get_num_threads()), 256);
-}
-void run(int64_t begin, int64_t end, int64_t grain, cpu::Pool::Body body, void* context) {
-  cpu::team::run(threads(), begin, end, grain, body, context);
+  if (lowbit::forked_child) return 1;
+  return std::min(static_cast<int>(torch::stable::get_num_threads()), cpu::team::kMost);
 }
 
 // Bytes of scratch for `rows` rows on the threads that torch has now, a cache line to align with included.
@@ -250,14 +248,14 @@ void decoder_step(int64_t number, const Tensor& ids, int64_t position, const Ten
   s.keys = keys.mutable_data_ptr();
   s.values = values.mutable_data_ptr();
   s.out = static_cast<float*>(out.mutable_data_ptr());
-  const cpu::Pool pool{run, cpu::team::thread, threads()};
-  const int64_t need = cpu::scratch_bytes(d, s.m, pool.threads) + 64;
+  const int team = threads();
+  const int64_t need = cpu::scratch_bytes(d, s.m, team) + 64;
   STD_TORCH_CHECK(
       scratch.is_contiguous() && scratch.scalar_type() == ScalarType::Byte && scratch.numel() >= need,
       "scratch: accepted are ", need, " contiguous bytes, found ", scratch.numel());
   const auto start = reinterpret_cast<uintptr_t>(scratch.mutable_data_ptr());
   s.scratch = reinterpret_cast<uint8_t*>((start + 63) / 64 * 64);
-  cpu::decode_step(d, s, table, pool);
+  cpu::decode_step(d, s, table, team);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,38 @@ def rows(m: int, k: int, dtype: torch.dtype = torch.float32, fill: str = "random
         return torch.full((m, k), 3.0, dtype=dtype)
     sign = torch.where((torch.arange(m)[:, None] + torch.arange(k)[None, :]) % 2 == 0, 3.0, -3.0)
     return sign.to(dtype)
+
+
+def awkward(case: str) -> Tensor:
+    """Inputs [*, 128] of case QNT-01, whose Hessian is not, or hardly, positive definite."""
+    x = torch.randn(512, 128)
+    if case == "rank 1":
+        return x[:1].repeat(512, 1)
+    if case == "3 samples":
+        return x[:3]
+    if case == "twins":
+        x[:, 7] = x[:, 90]
+    elif case == "spread":
+        x = x * torch.logspace(-6, 6, 128)
+    elif case == "dead":
+        x[:, ::3] = 0
+    elif case == "zero":
+        x = x * 0
+    else:
+        raise ValueError(case)
+    return x
+
+
+def byte_tokenizer(**special: str) -> Any:
+    """A fast tokenizer of 259 tokens: <pad>, <s>, </s> and every byte; ``special`` says what it takes them for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def flat(n: int, k: int, group_size: int, scales: Tensor, perm: Tensor | None = None) -> QuantizedWeight:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lowbit
+import samples
 from lowbit.checkpoint import open_checkpoint
 from lowbit.cli import main
 from lowbit.cli.show import one_line, table
@@ -29,21 +30,13 @@ COMMANDS = ("quantize", "convert", "inspect", "run", "eval", "explain", "bench")
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama of 259 tokens: three special ones and every byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     path = tmp_path_factory.mktemp("plain")
-    alphabet = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+    fast = samples.byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = "{% for turn in messages %}<s>{{ turn.content }}\n{% endfor %}"
     fast.save_pretrained(path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(alphabet), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(fast), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(path)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import samples
 from lowbit.quantize import (
     InputStats,
     NonFinite,
@@ -290,17 +291,7 @@ def test_gptq_beats_rounding_by_far_on_correlated_inputs(scheme: Scheme) -> None
 @pytest.mark.parametrize("scheme", (W4, W4_SYM), ids=("asymmetric", "symmetric"))
 @pytest.mark.parametrize("damp", (0.0, 0.01))
 def test_qnt01_hessians_that_are_not_positive_definite(case: str, scheme: Scheme, damp: float) -> None:
-    x = torch.randn(512, 128)
-    if case == "rank 1":
-        x = x[:1].repeat(512, 1)
-    elif case == "3 samples":
-        x = x[:3]
-    elif case == "twins":
-        x[:, 7] = x[:, 90]
-    elif case == "spread":
-        x = x * torch.logspace(-6, 6, 128)
-    else:
-        x[:, ::3] = 0
+    x = samples.awkward(case)
     w = torch.randn(64, 128)
     outcome = solve(w, gram(x), scheme, damp=damp)
     outcome.weight.check_values()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import samples
 from lowbit import reference
 from lowbit.quantize import (
     InputStats,
@@ -481,19 +482,7 @@ def test_qnt05_ranks_and_weights_that_are_refused() -> None:
 @pytest.mark.parametrize("case", ("rank 1", "3 samples", "twins", "spread", "dead", "zero"))
 @pytest.mark.parametrize("recipe", ("default", "iterative"))
 def test_qnt01_hessians_that_are_not_positive_definite(case: str, recipe: Any) -> None:
-    x = torch.randn(512, 128)
-    if case == "rank 1":
-        x = x[:1].repeat(512, 1)
-    elif case == "3 samples":
-        x = x[:3]
-    elif case == "twins":
-        x[:, 7] = x[:, 90]
-    elif case == "spread":
-        x = x * torch.logspace(-6, 6, 128)
-    elif case == "dead":
-        x[:, ::3] = 0
-    else:
-        x = x * 0
+    x = samples.awkward(case)
     w = torch.randn(64, 128)
     q, row = quantize_linears({"a": w}, stats_of(x), W4A4, Options("svdquant", recipe=recipe))["a"]
     q.check_values()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
+import samples
 from lowbit import reference
 from lowbit.checkpoint import open_checkpoint
 from lowbit.cli import main
@@ -211,15 +212,10 @@ def test_what_other_formats_cannot_hold_is_refused_by_name(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama with a byte tokenizer and a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     path = tmp_path_factory.mktemp("plain")
-    alphabet = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
-    llama(vocab_size=len(alphabet)).save_pretrained(path)
+    tokenizer = samples.byte_tokenizer(pad_token="<pad>")
+    tokenizer.save_pretrained(path)
+    llama(vocab_size=len(tokenizer)).save_pretrained(path)
     (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog; it was not amused. " * 40, "utf-8")
     return path
 

@@ -161,22 +161,9 @@ template <class T>
 static inline void product(int64_t rows, const float* a, int64_t a_stride, const T* b, int64_t b_stride,
                            int64_t panel_stride, int64_t panels, int64_t depth, float* out,
                            int64_t out_stride) {
-  switch (rows) {
-#define LOWBIT_TILE(R)                                                                     \
-  case R:                                                                                  \
-    if constexpr (R <= kAttentionRows)                                                     \
-      tiles<R, T>(a, a_stride, b, b_stride, panel_stride, panels, depth, out, out_stride); \
-    break
-    LOWBIT_TILE(1);
-    LOWBIT_TILE(2);
-    LOWBIT_TILE(3);
-    LOWBIT_TILE(4);
-    LOWBIT_TILE(5);
-    LOWBIT_TILE(6);
-    LOWBIT_TILE(7);
-    LOWBIT_TILE(8);
-#undef LOWBIT_TILE
-  }
+  with_number<kAttentionRows>(rows, [&](auto n) {
+    tiles<decltype(n)::value, T>(a, a_stride, b, b_stride, panel_stride, panels, depth, out, out_stride);
+  });
 }
 
 // scores [valid] -> exp(scores - max), zeros up to `width`; the maximum and the sum. Nothing valid: -inf and

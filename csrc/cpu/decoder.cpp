@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "team.h"
+
 namespace lowbit::cpu {
 namespace {
 #include "convert.h"
@@ -78,8 +80,8 @@ struct Buffers {
 
 class Run {
  public:
-  Run(const Decoder& d, const Step& s, const KernelTable& table, const Pool& pool)
-      : d_(d), s_(s), table_(table), pool_(pool), b_(d, s.m, pool.threads, s.scratch) {}
+  Run(const Decoder& d, const Step& s, const KernelTable& table, int threads)
+      : d_(d), s_(s), table_(table), threads_(threads), b_(d, s.m, threads, s.scratch) {}
 
   void operator()() {
     embed();
@@ -113,15 +115,12 @@ class Run {
   template <class F>
   void parallel(int64_t end, int64_t grain, const F& f) const {
     if (end <= grain) return f(0, end);
-    pool_.run(
-        0, end, grain,
+    team::run(
+        threads_, 0, end, grain,
         [](int64_t from, int64_t to, void* context) { (*static_cast<const F*>(context))(from, to); },
         const_cast<void*>(static_cast<const void*>(&f)));
   }
-  float* mine() const {  // a number beyond the pool is a call from within somebody else's: it runs alone
-    const int i = pool_.thread();
-    return b_.per_thread + (i < pool_.threads ? i : 0) * b_.thread_floats;
-  }
+  float* mine() const { return b_.per_thread + team::thread() * b_.thread_floats; }
 
   void embed() {
     for (int64_t m = 0; m < s_.m; ++m) {
@@ -246,7 +245,7 @@ class Run {
     a.out = b_.mixed;
     const int64_t share = d_.heads / d_.kv_heads, seen = s_.position + s_.m;
     // One row has one item a key/value head; where threads would idle over a long cache, one a query head.
-    const bool apart = s_.m == 1 && seen >= 512 && d_.kv_heads % pool_.threads;
+    const bool apart = s_.m == 1 && seen >= 512 && d_.kv_heads % threads_;
     a.heads_per_item = apart ? 1 : share;
     parallel(s_.m, 1 + 8192 / (d_.kv_heads * d_.head_dim),
              [&](int64_t begin, int64_t end) { table_.append_rows(a, begin, end); });
@@ -259,7 +258,7 @@ class Run {
   const Decoder& d_;
   const Step& s_;
   const KernelTable& table_;
-  const Pool& pool_;
+  const int threads_;
   const Buffers b_;
 };
 
@@ -269,8 +268,8 @@ int64_t scratch_bytes(const Decoder& d, int64_t m, int threads) {
   return Buffers(d, m, threads, nullptr).bytes;
 }
 
-void decode_step(const Decoder& d, const Step& s, const KernelTable& table, const Pool& pool) {
-  Run(d, s, table, pool)();
+void decode_step(const Decoder& d, const Step& s, const KernelTable& table, int threads) {
+  Run(d, s, table, threads)();
 }
 
 }  // namespace lowbit::cpu

@@ -76,14 +76,6 @@ struct Decoder {
   std::vector<Layer> layers;
 };
 
-// How a step spreads work: cpu/team.h, or the calling thread alone.
-struct Pool {
-  using Body = void (*)(int64_t begin, int64_t end, void* context);
-  void (*run)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
-  int (*thread)();  // of the caller, below `threads`
-  int threads;
-};
-
 struct Step {
   const int64_t* ids;  // [m], inside the vocabulary
   int64_t m;
@@ -92,12 +84,12 @@ struct Step {
   int64_t capacity;              // >= position + m
   bool half;                     //
   const float *cosines, *sines;  // [>= position + m, head_dim / 2]
-  uint8_t* scratch;              // scratch_bytes(decoder, m, pool.threads), on a cache line
+  uint8_t* scratch;              // scratch_bytes(decoder, m, threads), on a cache line
   float* out;                    // [last, vocabulary], or [last, hidden] without a head
   int64_t last;                  // how many rows of the end are wanted, 0 .. m
 };
 
 int64_t scratch_bytes(const Decoder& d, int64_t m, int threads);
-void decode_step(const Decoder& d, const Step& s, const KernelTable& table, const Pool& pool);
+void decode_step(const Decoder& d, const Step& s, const KernelTable& table, int threads);  // team.h
 
 }  // namespace lowbit::cpu

@@ -59,8 +59,8 @@ static bool has_amx() {
   return (a >> 17 & 3) == 3;
 }
 
-// Linux lets a process use tiles only after it asked, once for all its threads. Asked where the tier is named
-// or listed and not before: from then on a signal needs 8 KB more of stack.
+// Linux lets a process use tiles only after it asked, once for all its threads. Asked where the tier may be
+// taken or is listed, and not where another is named: from then on a signal needs 8 KB more of stack.
 static bool tiles_allowed() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -116,8 +116,7 @@ const KernelTable* at(int i) { return kBestFirst[i]; }
 
 const KernelTable* pick(const char* name) {
   for (const KernelTable* table : kBestFirst)
-    if (!*name || !std::strcmp(table->name, name))
-      if (supported(*table)) return table;
+    if ((!*name || !std::strcmp(table->name, name)) && supported(*table)) return table;
   return nullptr;
 }
 

@@ -70,23 +70,9 @@ template <class W>
 static void linear_float(const LinearArgs& a, int64_t panel_begin, int64_t panel_end) {
   const Rows& r = *a.rows;
   for (int64_t panel = panel_begin; panel < panel_end; ++panel)
-    for (int64_t row = 0; row < r.m; row += kRowBlock) {
-#define LOWBIT_ROWS(MB)                                               \
-  case MB:                                                            \
-    if constexpr (MB <= kRowBlock) float_block<W, MB>(a, row, panel); \
-    break
-      switch (r.m - row < kRowBlock ? r.m - row : kRowBlock) {
-        LOWBIT_ROWS(1);
-        LOWBIT_ROWS(2);
-        LOWBIT_ROWS(3);
-        LOWBIT_ROWS(4);
-        LOWBIT_ROWS(5);
-        LOWBIT_ROWS(6);
-        LOWBIT_ROWS(7);
-        LOWBIT_ROWS(8);
-      }
-#undef LOWBIT_ROWS
-    }
+    for (int64_t row = 0; row < r.m; row += kRowBlock)
+      with_number<kRowBlock>(r.m - row < kRowBlock ? r.m - row : kRowBlock,
+                             [&](auto n) { float_block<W, decltype(n)::value>(a, row, panel); });
 }
 
 static void linear_w4(const LinearArgs& a, int64_t panel_begin, int64_t panel_end) {

@@ -4,7 +4,7 @@
 //   scale 1)
 
 template <class W, int MB, int P>
-static inline void float_tile(const LinearArgs& a, int64_t first_row, int64_t panel) {
+__attribute__((noinline)) static void float_tile(const LinearArgs& a, int64_t first_row, int64_t panel) {
   const Rows& r = *a.rows;
   const float* x = r.floats + first_row * r.groups * r.padded;
   const int64_t panel_bytes = r.groups * a.group_bytes;
@@ -54,10 +54,8 @@ static inline void float_tile(const LinearArgs& a, int64_t first_row, int64_t pa
 
 template <class W, int MB>
 static void float_rows(const LinearArgs& a, int64_t first_row, int64_t begin, int64_t end) {
-  constexpr int P = float_panels<MB>();
-  for (; begin + P <= end; begin += P) float_tile<W, MB, P>(a, first_row, begin);
-  if constexpr (P > 1)
-    for (; begin < end; ++begin) float_tile<W, MB, 1>(a, first_row, begin);
+  by_panels<float_panels<MB>()>(
+      begin, end, [&](auto p, int64_t panel) { float_tile<W, MB, decltype(p)::value>(a, first_row, panel); });
 }
 
 // Many rows: columns of w become floats once for all of them, kBlock at a time, and the chains of every row
@@ -121,21 +119,8 @@ static void float_many(const LinearArgs& a, int64_t first, int64_t rows, int64_t
       for (int64_t row = 0; row < rows; row += kRowBlock) {
         const int64_t mb = rows - row < kRowBlock ? rows - row : kRowBlock;
         const float* x = r.floats + (first + row) * width + (g * r.padded + from) * mb;
-        switch (mb) {
-#define LOWBIT_ROWS(MB)                                                                         \
-  case MB:                                                                                      \
-    if constexpr (MB <= kRowBlock) float_steps<MB, P>(x, weight, to - from, part + row * kRow); \
-    break
-          LOWBIT_ROWS(1);
-          LOWBIT_ROWS(2);
-          LOWBIT_ROWS(3);
-          LOWBIT_ROWS(4);
-          LOWBIT_ROWS(5);
-          LOWBIT_ROWS(6);
-          LOWBIT_ROWS(7);
-          LOWBIT_ROWS(8);
-#undef LOWBIT_ROWS
-        }
+        with_number<kRowBlock>(
+            mb, [&](auto n) { float_steps<decltype(n)::value, P>(x, weight, to - from, part + row * kRow); });
       }
     }
     if (!W::kScaled) break;
@@ -158,37 +143,20 @@ static void linear_float(const LinearArgs& a, int64_t panel_begin, int64_t panel
   constexpr int64_t kFrom = W::kScaled ? kFloatsFrom : kHalvesFrom;
   if constexpr (kFrom != kNever)
     if (r.m >= kFrom) {
-      constexpr int P = float_panels<kRowBlock>();
       const int64_t step = rows_at_once(r.groups * r.padded * 4);
       for (int64_t row = 0; row < r.m; row += step) {
         const int64_t rows = r.m - row < step ? r.m - row : step;
-        int64_t panel = panel_begin;
-        for (; panel + P <= panel_end; panel += P) float_many<W, P>(a, row, rows, panel);
-        if constexpr (P > 1)
-          for (; panel < panel_end; ++panel) float_many<W, 1>(a, row, rows, panel);
+        by_panels<float_panels<kRowBlock>()>(panel_begin, panel_end, [&](auto p, int64_t panel) {
+          float_many<W, decltype(p)::value>(a, row, rows, panel);
+        });
       }
       return;
     }
   for (int64_t strip = panel_begin; strip < panel_end; strip += kStripPanels) {
     const int64_t end = strip + kStripPanels < panel_end ? strip + kStripPanels : panel_end;
-    for (int64_t row = 0; row < r.m; row += kRowBlock) {
-      const int mb = static_cast<int>(r.m - row < kRowBlock ? r.m - row : kRowBlock);
-#define LOWBIT_ROWS(MB)                                                   \
-  case MB:                                                                \
-    if constexpr (MB <= kRowBlock) float_rows<W, MB>(a, row, strip, end); \
-    break
-      switch (mb) {
-        LOWBIT_ROWS(1);
-        LOWBIT_ROWS(2);
-        LOWBIT_ROWS(3);
-        LOWBIT_ROWS(4);
-        LOWBIT_ROWS(5);
-        LOWBIT_ROWS(6);
-        LOWBIT_ROWS(7);
-        LOWBIT_ROWS(8);
-      }
-#undef LOWBIT_ROWS
-    }
+    for (int64_t row = 0; row < r.m; row += kRowBlock)
+      with_number<kRowBlock>(r.m - row < kRowBlock ? r.m - row : kRowBlock,
+                             [&](auto n) { float_rows<W, decltype(n)::value>(a, row, strip, end); });
   }
 }
 

@@ -5,9 +5,10 @@
 //   y = acc [* scale of the x row] [+ bias]
 
 // MB rows of x against P panels of w. `fits`: code * 127 * group < 2^24, so that float arithmetic on d is
-// exact too.
+// exact too. Never inlined: gcc then shares its registers with the loops around it (0.8 of the speed, AVX2).
 template <class W, int MB, int P, bool kPerGroup>
-static inline void int_tile(const LinearArgs& a, int64_t first_row, int64_t panel, bool fits) {
+__attribute__((noinline)) static void int_tile(const LinearArgs& a, int64_t first_row, int64_t panel,
+                                               bool fits) {
   const Rows& r = *a.rows;
   const int8_t* x = r.codes + first_row * r.groups * r.padded;
   const int32_t* sums = r.sums + first_row * r.groups;
@@ -64,23 +65,16 @@ static inline void int_tile(const LinearArgs& a, int64_t first_row, int64_t pane
   }
 
   for (int m = 0; m < MB; ++m)
-    for (int p = 0; p < P; ++p) {
-      if (!kPerGroup)
-        for (int v = 0; v < kVecs; ++v) {
-          float* t = total[m] + p * kPanel + v * kLanes;
-          if (!a.bias) store(t, mul(load(t), splat(x_scale[m])));
-        }
+    for (int p = 0; p < P; ++p)
       finish_row(a, first_row + m, panel + p, total[m] + p * kPanel, kPerGroup ? 1.f : x_scale[m]);
-    }
 }
 
 // One block of rows against panels [begin, end), widest tile that fits the registers first.
 template <class W, int MB, bool kPerGroup>
 static void int_rows(const LinearArgs& a, int64_t first_row, int64_t begin, int64_t end, bool fits) {
-  constexpr int P = int_panels<MB>();
-  for (; begin + P <= end; begin += P) int_tile<W, MB, P, kPerGroup>(a, first_row, begin, fits);
-  if constexpr (P > 1)
-    for (; begin < end; ++begin) int_tile<W, MB, 1, kPerGroup>(a, first_row, begin, fits);
+  by_panels<int_panels<MB>()>(begin, end, [&](auto p, int64_t panel) {
+    int_tile<W, MB, decltype(p)::value, kPerGroup>(a, first_row, panel, fits);
+  });
 }
 
 // Many rows and 4-bit codes: a group of P panels becomes bytes once for all of them, kChunk columns at a
@@ -182,48 +176,29 @@ static void int_many(const LinearArgs& a, int64_t first, int64_t rows, int64_t p
         const int8_t* x = r.codes + of_block * width + (g * r.padded + from) * mb;
         const int32_t* sums = r.sums + of_block * r.groups + g * mb;
         const float* x_scale = kPerGroup ? r.scales + of_block * r.groups + g * mb : nullptr;
-        switch (mb) {
-#define LOWBIT_ROWS(MB)                                                                       \
-  case MB:                                                                                    \
-    if constexpr (MB <= kRowBlock)                                                            \
-      (plain ? int_steps<B, MB, P, kPerGroup, true>                                           \
-             : int_steps<B, MB, P, kPerGroup, false>)(group, x, bytes, tail, sums, x_scale,   \
-                                                      dots + row * kRow, total + row * kRow); \
-    break
-          LOWBIT_ROWS(1);
-          LOWBIT_ROWS(2);
-          LOWBIT_ROWS(3);
-          LOWBIT_ROWS(4);
-          LOWBIT_ROWS(5);
-          LOWBIT_ROWS(6);
-          LOWBIT_ROWS(7);
-          LOWBIT_ROWS(8);
-#undef LOWBIT_ROWS
-        }
+        with_number<kRowBlock>(mb, [&](auto n) {
+          constexpr int MB = decltype(n)::value;
+          (plain ? int_steps<B, MB, P, kPerGroup, true>
+                 : int_steps<B, MB, P, kPerGroup, false>)(group, x, bytes, tail, sums, x_scale,
+                                                          dots + row * kRow, total + row * kRow);
+        });
       }
     }
   }
   for (int64_t m = 0; m < rows; ++m)
-    for (int p = 0; p < P; ++p) {
-      float* done = total + m * kRow + p * kPanel;
-      const float x_scale = kPerGroup ? 1.f : r.scales[first + m];
-      if (!kPerGroup && !a.bias)
-        for (int v = 0; v < kVecs; ++v)
-          store(done + v * kLanes, mul(load(done + v * kLanes), splat(x_scale)));
-      finish_row(a, first + m, panel + p, done, x_scale);
-    }
+    for (int p = 0; p < P; ++p)
+      finish_row(a, first + m, panel + p, total + m * kRow + p * kPanel,
+                 kPerGroup ? 1.f : r.scales[first + m]);
 }
 
 template <class W, class B, bool kPerGroup>
 static void int_many_rows(const LinearArgs& a, int64_t begin, int64_t end, bool fits) {
-  constexpr int P = int_panels<kRowBlock>();
   const int64_t m = a.rows->m, step = rows_at_once(a.rows->groups * a.rows->padded);
   for (int64_t row = 0; row < m; row += step) {
     const int64_t rows = m - row < step ? m - row : step;
-    int64_t panel = begin;
-    for (; panel + P <= end; panel += P) int_many<W, B, P, kPerGroup>(a, row, rows, panel, fits);
-    if constexpr (P > 1)
-      for (; panel < end; ++panel) int_many<W, B, 1, kPerGroup>(a, row, rows, panel, fits);
+    by_panels<int_panels<kRowBlock>()>(begin, end, [&](auto p, int64_t panel) {
+      int_many<W, B, decltype(p)::value, kPerGroup>(a, row, rows, panel, fits);
+    });
   }
 }
 
@@ -243,28 +218,14 @@ static void linear_int(const LinearArgs& a, int64_t panel_begin, int64_t panel_e
   for (int64_t strip = panel_begin; strip < panel_end; strip += kStripPanels) {
     const int64_t end = strip + kStripPanels < panel_end ? strip + kStripPanels : panel_end;
     for (int64_t row = 0; row < r.m; row += kRowBlock) {
-      const int mb = static_cast<int>(r.m - row < kRowBlock ? r.m - row : kRowBlock);
-      const bool per_group = r.granularity == Granularity::kGroup;
-#define LOWBIT_ROWS(MB, CODES)                                \
-  case MB:                                                    \
-    if constexpr (MB <= kRowBlock) {                          \
-      if (per_group)                                          \
-        int_rows<CODES, MB, true>(a, row, strip, end, fits);  \
-      else                                                    \
-        int_rows<CODES, MB, false>(a, row, strip, end, fits); \
-    }                                                         \
-    break
-      switch (mb) {
-        LOWBIT_ROWS(1, Stream);
-        LOWBIT_ROWS(2, W);
-        LOWBIT_ROWS(3, W);
-        LOWBIT_ROWS(4, W);
-        LOWBIT_ROWS(5, W);
-        LOWBIT_ROWS(6, W);
-        LOWBIT_ROWS(7, W);
-        LOWBIT_ROWS(8, W);
-      }
-#undef LOWBIT_ROWS
+      with_number<kRowBlock>(r.m - row < kRowBlock ? r.m - row : kRowBlock, [&](auto n) {
+        constexpr int MB = decltype(n)::value;
+        using Codes = std::conditional_t<MB == 1, Stream, W>;
+        if (r.granularity == Granularity::kGroup)
+          int_rows<Codes, MB, true>(a, row, strip, end, fits);
+        else
+          int_rows<Codes, MB, false>(a, row, strip, end, fits);
+      });
     }
   }
 }

@@ -114,10 +114,7 @@ static __attribute__((noinline)) void int_block(const LinearArgs& a, const uint8
 #pragma GCC unroll 1
   for (int m = 0; m < T::kM; ++m) {
     float* row = out + m * kPanel;
-    const float x_scale = kPerGroup ? 1.f : r.scales[first_row + m];
-    if (!kPerGroup && !a.bias)
-      for (int v = 0; v < kVecs; ++v) store(row + v * kLanes, mul(load(row + v * kLanes), splat(x_scale)));
-    finish_row(a, first_row + m, panel, row, x_scale);
+    finish_row(a, first_row + m, panel, row, kPerGroup ? 1.f : r.scales[first_row + m]);
   }
 }
 
@@ -130,22 +127,6 @@ struct Scratch {  // bytes of the calling thread, on a cache line
   Scratch& operator=(const Scratch&) = delete;
   int8_t* const data;
 };
-
-#define LOWBIT_ROWS(TILE, MB, ...)                                              \
-  case MB:                                                                      \
-    if constexpr (MB <= kRowBlock) int_block<TILE<MB>, kPerGroup>(__VA_ARGS__); \
-    break
-#define LOWBIT_EVERY(TILE, mb, ...)    \
-  switch (mb) {                        \
-    LOWBIT_ROWS(TILE, 1, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 2, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 3, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 4, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 5, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 6, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 7, __VA_ARGS__); \
-    LOWBIT_ROWS(TILE, 8, __VA_ARGS__); \
-  }
 
 template <class W, bool kPerGroup>
 static void int_panels(const LinearArgs& a, int64_t panel_begin, int64_t panel_end) {
@@ -161,8 +142,10 @@ static void int_panels(const LinearArgs& a, int64_t panel_begin, int64_t panel_e
   } else if (r.m < kExpandFrom) {
     for (int64_t p = panel_begin; p < panel_end; ++p)
       for (int64_t row = 0; row < r.m; row += kRowBlock)
-        LOWBIT_EVERY(typename W::template Few, r.m - row < kRowBlock ? r.m - row : kRowBlock, a,
-                     a.weight + p * panel_bytes, r.codes + row * width, row, p, small)
+        with_number<kRowBlock>(r.m - row < kRowBlock ? r.m - row : kRowBlock, [&](auto n) {
+          int_block<typename W::template Few<decltype(n)::value>, kPerGroup>(
+              a, a.weight + p * panel_bytes, r.codes + row * width, row, p, small);
+        });
   } else if constexpr (kExpandFrom < INT64_MAX) {
     // Rows that stay in L2 while all panels pass; each panel is expanded once for them.
     const int64_t fit = kBlockBytes / width / kRowBlock * kRowBlock,
@@ -178,14 +161,14 @@ static void int_panels(const LinearArgs& a, int64_t panel_begin, int64_t panel_e
           W::expand(codes, zeros, r.padded, panel.data + g * r.padded * kManyRows, width * kManyRows);
         }
         for (int64_t row = first; row < last; row += kRowBlock)
-          LOWBIT_EVERY(typename W::template Many, last - row < kRowBlock ? last - row : kRowBlock, a, w,
-                       r.codes + row * width, row, p, small)
+          with_number<kRowBlock>(last - row < kRowBlock ? last - row : kRowBlock, [&](auto n) {
+            int_block<typename W::template Many<decltype(n)::value>, kPerGroup>(a, w, r.codes + row * width,
+                                                                                row, p, small);
+          });
       }
     }
   }
 }
-#undef LOWBIT_ROWS
-#undef LOWBIT_EVERY
 
 template <class W, class...>
 static void linear_int(const LinearArgs& a, int64_t panel_begin, int64_t panel_end) {

@@ -147,10 +147,6 @@ struct Span {  // rows [begin, end) against P panels
           [&](auto t, auto p) { store_sum<t.value, p.value>(sums + (t.value * 2 + p.value) * kTileSums); });
     }
   }
-  template <int kValue>
-  struct Number {
-    static constexpr int value = kValue;
-  };
   template <int T, class Do>
   static void each(const Do& f) {
     f(Number<0>(), Number<0>());
@@ -201,12 +197,8 @@ struct Span {  // rows [begin, end) against P panels
     }
     if (waiting.slots) add_item(waiting, 0, 2);
     for (int64_t m = begin; m < end; ++m)
-      for (int p = 0; p < P; ++p) {
-        float* total = s.total[m - begin] + p * kPanel;
-        const float x_scale = kPerGroup ? 1.f : r.scales[m];
-        if (!kPerGroup && !a.bias) store(total, mul(load(total), splat(x_scale)));
-        finish_row(a, m, panel + p, total, x_scale);
-      }
+      for (int p = 0; p < P; ++p)
+        finish_row(a, m, panel + p, s.total[m - begin] + p * kPanel, kPerGroup ? 1.f : r.scales[m]);
   }
 };
 

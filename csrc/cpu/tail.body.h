@@ -17,19 +17,21 @@ static inline Tail load_tail(const uint8_t* p, bool wide) {
   return t;
 }
 
-// Adds the bias, rounds once to the type of y and stores the columns that exist.
+// The scale of the row of x and the bias go in, then y is rounded once to its type; the columns that exist
+// are stored.
 static inline void finish_row(const LinearArgs& a, int64_t row, int64_t panel, float* total, float x_scale) {
   const int64_t n = panel * kPanel, columns = a.n - n < kPanel ? a.n - n : kPanel;
   const Dtype dtype = a.rows->dtype;
   char* y = static_cast<char*>(a.y) + (row * a.n + n) * (dtype == Dtype::kFloat32 ? 4 : 2);
   if (columns == kPanel) {
-    if (a.bias)
-      for (int v = 0; v < kVecs; ++v)
-        store(total + v * kLanes,
-              fma(load(total + v * kLanes), splat(x_scale), load(a.bias + n + v * kLanes)));
+    const F scale = splat(x_scale);
+    for (int v = 0; v < kVecs; ++v) {
+      const F t = load(total + v * kLanes);
+      store(total + v * kLanes, a.bias ? fma(t, scale, load(a.bias + n + v * kLanes)) : mul(t, scale));
+    }
     store_row16(y, dtype, total);
     return;
   }
   for (int64_t j = 0; j < columns; ++j)
-    store_one(y, dtype, j, a.bias ? __builtin_fmaf(total[j], x_scale, a.bias[n + j]) : total[j]);
+    store_one(y, dtype, j, a.bias ? __builtin_fmaf(total[j], x_scale, a.bias[n + j]) : total[j] * x_scale);
 }

@@ -1,7 +1,5 @@
 #include "team.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -16,7 +14,6 @@
 namespace lowbit::cpu::team {
 namespace {
 
-constexpr int kMost = 256;                            // threads
 constexpr int kPieces = 4;                            // a thread, measured 2026-11-30: docs/kernels.md
 constexpr auto kSpin = std::chrono::milliseconds(2);  // longer than what Python does between two tokens
 
@@ -58,7 +55,6 @@ Team& team() {  // never destroyed: workers outlive the statics of this file
   static auto* const one = new Team;
   return *one;
 }
-std::atomic<bool> forked{false};
 thread_local int number = 0;
 
 bool claim(Team& t, Ticket seen, uint32_t& piece) {
@@ -77,7 +73,7 @@ void serve(int self) {
   Team& t = team();
   const auto mine = [&](Ticket now) { return now.left() && self < now.threads(); };
   for (;;) {
-    auto until = std::chrono::steady_clock::now() + kSpin;
+    std::chrono::steady_clock::time_point until;
     for (uint32_t spins = 1;; ++spins) {
       const Ticket now{t.ticket.load(std::memory_order_acquire)};
       uint32_t piece;
@@ -109,16 +105,10 @@ int thread() { return number; }
 void run(int threads, int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
          void* context) {
   Team& t = team();
-  threads = std::min(threads, kMost);
   const int64_t pieces = std::min((end - begin + grain - 1) / grain, int64_t{kPieces} * threads);
   std::unique_lock lock(t.region, std::defer_lock);
-  if (threads < 2 || pieces < 2 || number || forked.load() || !lock.try_lock())
-    return body(begin, end, context);
-  if (t.workers < threads - 1) {
-    static const int watch = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
-    (void)watch;
-    while (t.workers < threads - 1) std::thread(serve, ++t.workers).detach();
-  }
+  if (threads < 2 || pieces < 2 || number || !lock.try_lock()) return body(begin, end, context);
+  while (t.workers < threads - 1) std::thread(serve, ++t.workers).detach();
   // Pieces of a multiple of four: the widest tiles take four panels.
   t.piece = (end - begin + pieces - 1) / pieces;
   if (t.piece > 4) t.piece = (t.piece + 3) / 4 * 4;

@@ -7,8 +7,11 @@
 
 namespace lowbit::cpu::team {
 
+constexpr int kMost = 256;  // threads
+
 // body(begin, end, context) over [begin, end), in pieces of at least `grain`, by the caller and up to
-// threads - 1 workers. One region runs at a time: a second caller, and a child after a fork, computes alone.
+// threads - 1 workers, threads in 1 .. kMost. One region runs at a time: a second caller computes alone. A
+// child after a fork has no workers and must say 1.
 void run(int threads, int64_t begin, int64_t end, int64_t grain,
          void (*body)(int64_t begin, int64_t end, void* context), void* context);
 

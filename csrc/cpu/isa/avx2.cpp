@@ -6,6 +6,7 @@
 namespace lowbit::cpu {
 namespace {
 #include "../convert.h"
+#include "../loops.h"
 #include "avx2.simd.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"

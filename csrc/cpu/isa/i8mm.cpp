@@ -8,6 +8,7 @@
 namespace lowbit::cpu {
 namespace {
 #include "../convert.h"
+#include "../loops.h"
 #include "i8mm.simd.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"

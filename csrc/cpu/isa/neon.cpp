@@ -8,6 +8,7 @@
 namespace lowbit::cpu {
 namespace {
 #include "../convert.h"
+#include "../loops.h"
 #include "neon.simd.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"

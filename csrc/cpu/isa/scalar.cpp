@@ -8,6 +8,7 @@
 namespace lowbit::cpu {
 namespace {
 #include "../convert.h"
+#include "../loops.h"
 #include "scalar.simd.h"
 #if defined(__aarch64__)
 namespace panels {  // hides the dot products of the x86 lines

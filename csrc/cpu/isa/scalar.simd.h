@@ -3,8 +3,7 @@ using F = float;
 using I = int32_t;
 constexpr int kLanes = 1, kVecs = kPanel / kLanes, kRowBlock = 1;
 constexpr int kPrefetch = 0;
-// Rows of x from which weights are unpacked once for all of them: 4-bit codes to bytes, codes to floats,
-// float16 to floats. Measured 2026-11-30, docs/kernels.md.
+// Blocks of one row have nothing to unpack once for many.
 constexpr int64_t kBytesFrom = kNever, kFloatsFrom = kNever, kHalvesFrom = kNever;
 template <int MB>
 constexpr int int_panels() {

@@ -258,11 +258,15 @@ def cells(line: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def work(line: Mapping[str, Any]) -> str:
+    """What a peer had to do, in words."""
+    return f"{line['decode_tokens']} tokens after {line['prompt_tokens']}, prefill of {line['prefill_tokens']}"
+
+
 def text_table(lines: Sequence[Mapping[str, Any]]) -> str:
     first = lines[0]
-    work = f"{first['decode_tokens']} tokens after {first['prompt_tokens']}, prefill of {first['prefill_tokens']}"
     versions = f"torch {first['torch']}, lowbit {first['lowbit']}"
-    last = f"{first['model']}; {work}; {first['chip']}; {versions}; {first['date']}"
+    last = f"{first['model']}; {work(first)}; {first['chip']}; {versions}; {first['date']}"
     return "\n".join([*padded([HEAD, *map(cells, lines)]), last])
 
 

@@ -51,8 +51,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     commit = f", commit {first['commit']}" if first.get("commit") else ""
     versions = f"lowbit {first['lowbit']}{commit}, torch {first['torch']}"
     if first["bench"] == "models":
-        work = f"{first['decode_tokens']} tokens after {first['prompt_tokens']}, prefill of {first['prefill_tokens']}"
-        versions, head = f"{versions}; {work}", models.HEAD
+        versions, head = f"{versions}; {models.work(first)}", models.HEAD
         rows = [models.cells(x) for x in lines]
     else:
         versions = f"{versions}; pages: {first['pages']}"

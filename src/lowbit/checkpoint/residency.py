@@ -12,12 +12,13 @@ _HEADER = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)$")
 _DONTNEED = 4  # of madvise(2), Linux
 
 
-def drop_clean_pages(folder: Path | str, smaps: Path = Path("/proc/self/smaps")) -> int:
+def drop_clean_pages(folder: Path | str) -> int:
     """Give back the memory of mapped ``*.safetensors`` under ``folder``; returns the bytes that were resident.
 
     What is touched later comes from the system's file cache again. A mapping that anyone wrote into (its own copies of
     pages would be lost) is left alone. Does nothing where the system has no smaps.
     """
+    smaps = Path("/proc/self/smaps")
     if not smaps.exists():
         return 0
     root = os.path.realpath(folder) + os.sep

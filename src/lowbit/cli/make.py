@@ -70,7 +70,7 @@ def quantize(args: argparse.Namespace) -> int:
 
     source, out = local_directory(args.model), Path(args.out)
     _not_the_same(source, out)
-    method = args.method or ("svdquant" if SCHEMES[args.scheme].activation.bits == 4 else "gptq")
+    method = args.method or api.default_method(SCHEMES[args.scheme])
     if method != "svdquant" and (args.rank is not None or args.recipe or not args.hadamard):
         raise FormatError(f"--rank, --recipe, --no-hadamard: found with method {method}, accepted is --method svdquant")
     if method != "rtn" and args.scheme != "fp16" and not args.calibration:

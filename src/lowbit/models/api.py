@@ -17,7 +17,7 @@ from lowbit.models.recipes import linear_names, matches, recipe_for
 from lowbit.models.replace import get_linear, replace
 from lowbit.models.save import save
 from lowbit.nn import QuantLinear
-from lowbit.quantize import METHODS, Row, rtn
+from lowbit.quantize import METHODS, Method, Row, rtn
 from lowbit.types import SCHEMES, FormatError, Scheme
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def resolve_scheme(
             raise FormatError(f"activation: found {activation!r}, accepted with scheme {scheme.name} is 'none'")
         scheme = changed(scheme, activation=chosen)
     return scheme
+
+
+def default_method(scheme: Scheme) -> Method:
+    """What quantizes a scheme unless another is named: svdquant where activations have 4 bits, else gptq."""
+    return "svdquant" if scheme.activation.bits == 4 else "gptq"
 
 
 def quantize(
@@ -77,7 +82,7 @@ def quantize(
     ``models.calibrate.quantize_model``. Raises FormatError before anything is changed for arguments that do not fit.
     """
     chosen = resolve_scheme(scheme, group_size, symmetric, activation)
-    method = method or ("svdquant" if chosen.activation.bits == 4 else "gptq")
+    method = method or default_method(chosen)
     if method not in METHODS:
         raise FormatError(f"method: found {method!r}, accepted are {', '.join(METHODS)}")
     recipe = recipe_for(model)

@@ -40,9 +40,9 @@ def load(
 
     Reads GPTQ, AWQ, compressed-tensors, lowbit and plain weights. Quantized linears become QuantLinear, everything
     else is cast to ``dtype``; None leaves it as it is stored, mapped and not copied (for the native engine, which
-    reads every type; a forward of transformers may refuse a mixture). ``activation`` is ``"group"``, ``"token"`` or ``"none"`` (float); None obeys what the
-    checkpoint declares and takes ``"group"`` where it declares nothing. The model comes in eval mode, on ``device``
-    (CPU where None). While loading, anonymous memory stays below the finished model plus its largest layer in float32.
+    reads every type; a forward of transformers may refuse a mixture). ``activation`` is ``"group"``, ``"token"`` or
+    ``"none"`` (float); None obeys what the checkpoint declares and takes ``"group"`` where it declares nothing. The
+    model comes in eval mode, on ``device`` (CPU where None). While loading, anonymous memory stays below the finished model plus its largest layer in float32.
     Raises FormatError for anything malformed, before a weight is copied.
     """
     chosen = resolve_activation(activation)
@@ -67,8 +67,7 @@ def load(
     model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256")}  # type: ignore[assignment]
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
-    del checkpoint
-    drop_clean_pages(local_directory(path))
+    drop_clean_pages(checkpoint.path)
     return model
 
 

@@ -240,6 +240,13 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
   m.def(
       "linear(Tensor x, Tensor weight, int n, int group_size, int bits, int activation, Tensor? bias=None, "
       "Tensor? perm=None, Tensor? smooth=None, str isa=\"\") -> Tensor");
+  // Schemas of the second library (torch_ops_cuda.cpp), here so that every build of torch can trace them.
+  m.def(
+      "cuda_quantize(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, "
+      " int rank, bool hadamard, bool silu, bool tile_order) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "cuda_linear(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, Tensor? bias, "
+      "Tensor? up, int n, int mode, int out, int row=-1) -> Tensor");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));

@@ -154,6 +154,24 @@ def expand_int8(q: QuantizedWeight) -> tuple[Tensor, Tensor]:
     return (q.codes * expand(levels.steps, q.group_size, q.k)).to(torch.int8), levels.channel
 
 
+def cuda_linear(
+    codes: Tensor, scales: Tensor, weight: Tensor, channel: Tensor, low: Tensor | None, up: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """What the CUDA kernels compute, float64 [M, N]: codes int8 [M, K] with scales [M]; weight float [N, K] without its
+    channel scale [N]; low [M, R] in units of the row's scale; up [N, R]. Sums of integers are exact in float64."""
+    y = (codes.double() @ weight.double().T) * channel.double()
+    if low is not None and up is not None:
+        y = y + low.double() @ up.double().T
+    y = y * scales.double()[:, None]
+    return y if bias is None else y + bias.double()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean x² + eps) * weight in float32, nothing rounded in between."""
+    y = x.float()
+    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
 def error(got: Tensor, want: Tensor) -> float:
     """Relative Frobenius distance: the one number that tests and benches both quote."""
     distance = torch.linalg.vector_norm(got.double() - want.double())

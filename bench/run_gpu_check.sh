@@ -1,0 +1,10 @@
+#!/bin/bash
+# Everything that gpu_check.py knows, part by part. $OUT: where the JSON lines go.
+export PYTHONPATH=src PYTHONUNBUFFERED=1
+out=${OUT:-build}
+part() { echo "== ${*:2}"; timeout "$1" python3 bench/gpu_check.py "${@:2}" "$out/$2${3:+-$3}.json" || echo "ENDED $? ${*:2}"; }
+part 60 quantize
+for mode in w4ch w4two w8 w4grp; do part 60 gemm $mode; done
+part 60 gemv
+part 100 speed chain
+part 60 peers

@@ -1,0 +1,44 @@
+// Host side of the Hopper GEMM: one launcher a row of the tables.
+#pragma once
+#include "gemm_sm90.cuh"
+#include "launch.cuh"
+
+namespace lowbit::cuda {
+
+struct Row {
+  TileRow tile;
+  int ctas;  // a multiprocessor
+  const char* (*launch)(const LinearArgs&, const Device&, Stream);
+};
+
+template <class C>
+const char* launch_row(const LinearArgs& in, const Device& device, Stream stream) {
+  const void* kernel = reinterpret_cast<const void*>(gemm_sm90<C>);
+  static_assert(C::shared <= 232448, "more shared memory than a multiprocessor has");
+  static bool allowed[kMostDevices];
+  if (const char* wrong = allow_shared(kernel, C::shared, device, allowed)) return wrong;
+  CUtensorMap x, y;
+  if (const char* wrong = tensor_map(&x, in.codes, 1, in.kp, in.m, 128, C::tokens)) return wrong;
+  if (in.dtype == Dtype::kFloat32)
+    y = x;
+  else if (const char* wrong = tensor_map(&y, in.y, 2, in.n, in.m, 64, C::own))
+    return wrong;
+  GemmArgs a{in.weight, in.channel, in.scales, in.bias, static_cast<const uint8_t*>(in.low),
+             static_cast<const uint8_t*>(in.up), in.y, in.m, in.n, in.np, in.kp, in.rank / 16, in.dtype};
+  const int tiles = in.np / C::channels * ((in.m + C::tokens - 1) / C::tokens), slots = device.multiprocessors * C::ctas;
+  const int waves = (tiles + slots - 1) / slots;
+  const int grid = C::persistent ? (tiles + waves - 1) / waves : tiles * C::split;
+  void* args[] = {&x, &y, &a};
+  return start(kernel, grid, C::threads, C::shared, C::split, device, stream, args);
+}
+
+template <Mode mode, Tile tile>
+constexpr Row row() {
+  using C = Config<mode, tile>;
+  return {{tile.warpgroups, tile.tokens, tile.stages, tile.split, tile.persistent}, C::ctas, launch_row<C>};
+}
+
+extern const Row kRowsW8[], kRowsW4Channel[], kRowsW4TwoLevel[], kRowsW4Group[];
+extern const int kCountW8, kCountW4Channel, kCountW4TwoLevel, kCountW4Group;
+
+}  // namespace lowbit::cuda

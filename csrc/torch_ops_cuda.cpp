@@ -1,0 +1,161 @@
+// The CUDA operators for torch, and nothing else: check, allocate, call. The schemas are in torch_ops.cpp.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cuda/kernels.h"
+
+// shim.h hides this one behind USE_CUDA, whose headers a CPU build of torch lacks.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+namespace cuda = lowbit::cuda;
+
+static cuda::Stream current_stream(int32_t device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cuda::Stream>(stream);
+}
+
+static cuda::Device device_of(const Tensor& t) {
+  cuda::Device d{};
+  const char* wrong = cuda::query_device(t.get_device_index(), &d);
+  STD_TORCH_CHECK(!wrong, "device: ", wrong);
+  STD_TORCH_CHECK(d.capability >= 80, "device: found compute capability ", d.capability / 10, ".", d.capability % 10,
+                  ", accepted are 8.0 and newer (Ampere, Ada, Hopper)");
+  return d;
+}
+
+static cuda::Dtype dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return cuda::Dtype::kFloat32;
+    case ScalarType::BFloat16:
+      return cuda::Dtype::kBfloat16;
+    case ScalarType::Half:
+      return cuda::Dtype::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "x: found dtype ", static_cast<int>(x.scalar_type()),
+                      " (c10 number), accepted are float32, bfloat16, float16");
+  }
+}
+
+// A tensor on the device of `beside`, contiguous, of that type and size, its data on `align` bytes.
+static const void* data_of(const Tensor& t, const char* name, const Tensor& beside, ScalarType dtype, int64_t size,
+                           uintptr_t align = 16) {
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == beside.get_device_index(), name,
+                  ": found on another device than x (cuda:", beside.get_device_index(), ")");
+  STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": found dtype ", static_cast<int>(t.scalar_type()),
+                  " (c10 number), accepted is ", static_cast<int>(dtype));
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": found strides, accepted is a contiguous tensor");
+  STD_TORCH_CHECK(t.numel() == size, name, ": found ", t.numel(), " elements, accepted are ", size);
+  const void* p = t.const_data_ptr();
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(p) % align == 0, name, ": found data at an address that is no multiple of ",
+                  align);
+  return p;
+}
+template <class T>
+static const T* optional_data(const std::optional<Tensor>& t, const char* name, const Tensor& beside, ScalarType dtype,
+                              int64_t size) {
+  return t.has_value() ? static_cast<const T*>(data_of(*t, name, beside, dtype, size)) : nullptr;
+}
+
+static int as_int(int64_t value, const char* name) {
+  STD_TORCH_CHECK(value >= 0 && value <= 1 << 30, name, ": found ", value, ", accepted is at most 2^30");
+  return static_cast<int>(value);
+}
+
+// x [..., K] (with silu [..., 2K]) -> codes int8 [M, Kp], scales float32 [M], low fp16 fragments.
+static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x_in, std::optional<Tensor> residual,
+                                                        std::optional<Tensor> norm, double eps,
+                                                        std::optional<Tensor> smooth, std::optional<Tensor> down,
+                                                        int64_t rank, bool hadamard, bool silu, bool tile_order) {
+  STD_TORCH_CHECK(x_in.is_cuda(), "x: found on the CPU, accepted is a CUDA tensor");
+  const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
+  const cuda::Device device = device_of(x_in);
+  const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "x: found no columns, accepted is [..., K]");
+  const int64_t width = x.size(x.dim() - 1), m = x.numel() / width, k = silu ? width / 2 : width;
+  STD_TORCH_CHECK(!silu || width % 2 == 0, "x: found ", width, " columns, accepted with silu is gate and up side by side");
+  STD_TORCH_CHECK(k % 16 == 0, "x: found K=", k, ", accepted are multiples of 16");
+  STD_TORCH_CHECK(!hadamard || k % 64 == 0, "x: found K=", k, ", accepted behind a Hadamard are multiples of 64");
+  STD_TORCH_CHECK(rank % 16 == 0 && rank >= 0 && rank <= 256, "rank: found ", rank, ", accepted are multiples of 16 up to 256");
+  STD_TORCH_CHECK((rank > 0) == down.has_value(), "down: found ", down.has_value() ? "one" : "none", " with rank ", rank);
+  cuda::QuantizeArgs a{};
+  a.dtype = dtype_of(x);
+  a.x = data_of(x, "x", x, x.scalar_type(), x.numel());
+  if (residual.has_value()) a.residual = const_cast<void*>(data_of(*residual, "residual", x, x.scalar_type(), m * k));
+  a.norm = optional_data<float>(norm, "norm", x, ScalarType::Float, k);
+  a.smooth = optional_data<float>(smooth, "smooth", x, ScalarType::Float, k);
+  a.down = optional_data<void>(down, "down", x, ScalarType::Half, rank * k);
+  a.m = as_int(m, "M"), a.k = as_int(k, "K"), a.kp = (a.k + 255) / 256 * 256;
+  a.rank = static_cast<int>(rank), a.eps = static_cast<float>(eps);
+  a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order;
+  Tensor codes = torch::stable::new_empty(x, {m, a.kp}, ScalarType::Char);
+  Tensor scales = torch::stable::new_empty(x, {m}, ScalarType::Float);
+  Tensor low = torch::stable::new_empty(x, {rank / 16, (m + 7) / 8, 128}, ScalarType::Half);
+  if (m == 0) return {codes, scales, low};
+  a.codes = static_cast<int8_t*>(codes.mutable_data_ptr());
+  a.scales = static_cast<float*>(scales.mutable_data_ptr());
+  a.low = low.mutable_data_ptr();
+  const char* wrong = cuda::launch_quantize(a, device, current_stream(x.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_quantize: ", wrong);
+  return {codes, scales, low};
+}
+
+// out: float32, bfloat16, float16 as 0, 1, 2. row: -2 the GEMV, -1 by the table, else that row of tiles.
+static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low, const Tensor& weight,
+                          const Tensor& channel, std::optional<Tensor> bias, std::optional<Tensor> up, int64_t n,
+                          int64_t mode, int64_t out, int64_t row) {
+  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [M, Kp]");
+  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const cuda::Device device = device_of(codes);
+  STD_TORCH_CHECK(mode >= 0 && mode < cuda::kModes, "mode: found ", mode, ", accepted are 0 .. ", cuda::kModes - 1);
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out, ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  cuda::LinearArgs a{};
+  const int64_t m = codes.size(0), kp = codes.size(1), np = (n + 63) / 64 * 64;
+  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n, ", accepted are multiples of 256, above 0");
+  a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K");
+  a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out);
+  a.rank = up.has_value() ? as_int(up->numel() / np, "rank") : 0;
+  STD_TORCH_CHECK(a.rank % 16 == 0, "up: found rank ", a.rank, ", accepted are multiples of 16");
+  static const int64_t kBytes[] = {8192, 4096, 4224, 4352};  // tile_bytes of tile.cuh
+  a.codes = static_cast<const int8_t*>(data_of(codes, "codes", codes, ScalarType::Char, m * kp));
+  a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, m, 4));
+  a.weight = static_cast<const uint8_t*>(data_of(weight, "weight", codes, ScalarType::Byte, np / 64 * (kp / 128) * kBytes[mode]));
+  a.channel = static_cast<const float*>(data_of(channel, "channel", codes, ScalarType::Float, np));
+  a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
+  a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
+  if (a.rank) {
+    STD_TORCH_CHECK(low.has_value(), "low: found none, accepted with an up is what cuda_quantize gave");
+    a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
+  }
+  static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+  Tensor y = torch::stable::new_empty(codes, {m, n}, kTypes[out]);
+  if (m == 0) return y;
+  a.y = y.mutable_data_ptr();
+  const cuda::Stream stream = current_stream(codes.get_device_index());
+  const char* wrong = nullptr;
+  if (row == -2)
+    wrong = cuda::launch_gemv(a, device, stream);
+  else
+    wrong = device.capability == 90 ? cuda::launch_gemm_sm90(a, static_cast<int>(row), device, stream)
+                                    : "M: accepted is at most 16 on this device";
+  STD_TORCH_CHECK(!wrong, "cuda_linear: ", wrong);
+  return y;
+}
+
+#define LOWBIT_LIBRARY_IMPL(NAME, KEY, M) STABLE_TORCH_LIBRARY_IMPL(NAME, KEY, M)
+LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CUDA, m) {
+  m.impl("cuda_quantize", TORCH_BOX(&cuda_quantize));
+  m.impl("cuda_linear", TORCH_BOX(&cuda_linear));
+}

@@ -1,16 +1,16 @@
 """One run on a GPU: are the CUDA kernels right, and how fast. Builds nothing; every check stands alone.
 
-    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv speed chain peers] [w8 w4ch w4two w4grp] [FILE.json]
+    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope module speed chain peers] [w8 w4ch w4two w4grp] [FILE.json]
 
 Sections and modes in processes of their own (run_gpu_check.sh): a kernel that hangs or faults costs its own part only.
 
 Exact means bit for bit against float64 sums of integers with power-of-two scales.
 """
 
+# ruff: noqa: B023 - every call below is made before its loop goes on
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit import ops, reference
+from lowbit import ops_cuda, reference
+from lowbit.bench.cuda_layers import Stack, replayed
 from lowbit.layouts import mma_tiles as tiles
 from lowbit.types import LowRank, QuantizedWeight
 
@@ -98,7 +99,20 @@ def codes_of(m: int, k: int, seed: int = 1) -> Tensor:
 
 def quantize() -> None:
     g = torch.Generator(device=DEVICE).manual_seed(3)
-    cases = [(1, 1024), (5, 1024), (685, 1024), (17, 2048), (172, 3072), (3, 4096), (33, 4096), (4, 11008), (9, 576), (2, 14336), (1, 32768), (40, 80)]
+    cases = [
+        (1, 1024),
+        (5, 1024),
+        (685, 1024),
+        (17, 2048),
+        (172, 3072),
+        (3, 4096),
+        (33, 4096),
+        (4, 11008),
+        (9, 576),
+        (2, 14336),
+        (1, 32768),
+        (40, 80),
+    ]
     worst = 0.0
     for m, k in cases:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -110,17 +124,25 @@ def quantize() -> None:
                 smooth = (0.5 + torch.rand(k, generator=g, device=DEVICE)) if had else None
                 down = (torch.randn(k, 16, generator=g, device=DEVICE) / k**0.5).half()
                 branch = tiles.pack_branch(LowRank(down, torch.zeros(64, 16, device=DEVICE)), 64)
-                codes, scales, low = ops.cuda_quantize(x, smooth=smooth, hadamard=had, down=branch.down, tile_order=had)
-                inside = x.float() if smooth is None else x.float() / smooth
+                codes, scales, low = ops_cuda.quantize(x, smooth=smooth, hadamard=had, down=branch.down, tile_order=had)
+                inside = x.float() if smooth is None else (x.float().cpu() / smooth.cpu()).to(DEVICE)
                 inside = reference.hadamard(inside, 64) if had else inside
-                want, sa = reference.quantize_rows(inside)
+                want, sa = (
+                    t.to(DEVICE) for t in reference.quantize_rows(inside.cpu())
+                )  # a GPU's x / 127 is x * (1 / 127)
                 got = tiles.plain_order(codes) if had else codes
                 name = f"quantize {m}x{k} {dtype} had={had}"
-                check(name + " codes", torch.equal(got[:, :k], want) and not bool(got[:, k:].any()), wrong=int((got[:, :k] != want).sum()))
+                check(
+                    name + " codes",
+                    torch.equal(got[:, :k], want) and not bool(got[:, k:].any()),
+                    wrong=int((got[:, :k] != want).sum()),
+                )
                 check(name + " scales", torch.equal(scales, sa[:, 0]))
                 factor = torch.where(sa > 0, 127 / inside.abs().amax(1, keepdim=True), torch.zeros_like(sa))
-                ideal = ((inside * factor).half().double() @ down.double())
-                off = (tiles.unpack_low(low, m).double() - ideal).abs().max().item() / max(ideal.abs().max().item(), 1e-9)
+                ideal = (inside * factor).half().double() @ down.double()
+                off = (tiles.unpack_low(low, m).double() - ideal).abs().max().item() / max(
+                    ideal.abs().max().item(), 1e-9
+                )
                 worst = max(worst, off)
                 check(name + " low", off < 1.5e-3, off=off)
     say(quantize="low", worst=worst)
@@ -129,7 +151,7 @@ def quantize() -> None:
         x, res = (torch.randn(m, k, generator=g, device=DEVICE).to(dtype) for _ in range(2))
         w = 1 + 0.1 * torch.randn(k, generator=g, device=DEVICE)
         kept = res.clone()
-        codes, scales, _ = ops.cuda_quantize(x, residual=kept, norm=w, eps=1e-6, hadamard=True)
+        codes, scales, _ = ops_cuda.quantize(x, residual=kept, norm=w, eps=1e-6, hadamard=True)
         total = (x.float() + res.float()).to(dtype)
         inside = reference.hadamard(reference.rms_norm(total, w, 1e-6), 64)
         want, sa = reference.quantize_rows(inside)
@@ -137,7 +159,7 @@ def quantize() -> None:
         check("residual kept", torch.equal(kept, total))
         check("norm", wrong < 1e-3 and bool((scales - sa[:, 0]).abs().max() < 1e-5 * sa.max()), wrong=wrong)
         both = torch.randn(m, 2 * k, generator=g, device=DEVICE).to(dtype)
-        codes, scales, _ = ops.cuda_quantize(both, silu=True, hadamard=True)
+        codes, scales, _ = ops_cuda.quantize(both, silu=True, hadamard=True)
         inside = reference.hadamard(torch.nn.functional.silu(both[:, :k].float()) * both[:, k:].float(), 64)
         want, sa = reference.quantize_rows(inside)
         wrong = (tiles.plain_order(codes)[:, :k] != want).float().mean().item()
@@ -146,35 +168,58 @@ def quantize() -> None:
     x = torch.randn(40, 1024, generator=g, device=DEVICE).half()
     w = torch.ones(1024, device=DEVICE)
     down = tiles.pack_branch(LowRank(torch.randn(1024, 32, device=DEVICE), torch.zeros(64, 32, device=DEVICE)), 64).down
-    clean = ops.cuda_quantize(x, norm=w, eps=1e-6, hadamard=True, down=down)
+    clean = ops_cuda.quantize(x, norm=w, eps=1e-6, hadamard=True, down=down)
     for bad in (float("nan"), float("inf")):
         dirty = x.clone()
         dirty[7, 100] = bad
-        c, s, low = ops.cuda_quantize(dirty, norm=w, eps=1e-6, hadamard=True, down=down)
+        c, s, low = ops_cuda.quantize(dirty, norm=w, eps=1e-6, hadamard=True, down=down)
         keep = torch.arange(40, device=DEVICE) != 7
         same = torch.equal(c[keep], clean[0][keep]) and torch.equal(s[keep], clean[1][keep])
         same = same and torch.equal(tiles.unpack_low(low, 40)[keep], tiles.unpack_low(clean[2], 40)[keep])
         check(f"{bad} stays in its row", same and not bool(torch.isfinite(s[7])) and not bool(c[7].any()))
-    alone = [ops.cuda_quantize(x[i : i + 1], norm=w, eps=1e-6, hadamard=True, down=down) for i in range(40)]
+    alone = [ops_cuda.quantize(x[i : i + 1], norm=w, eps=1e-6, hadamard=True, down=down) for i in range(40)]
     check("row alone: codes", torch.equal(torch.cat([a[0] for a in alone]), clean[0]))
-    check("row alone: low", torch.equal(torch.cat([tiles.unpack_low(a[2], 1) for a in alone]), tiles.unpack_low(clean[2], 40)))
+    check(
+        "row alone: low",
+        torch.equal(torch.cat([tiles.unpack_low(a[2], 1) for a in alone]), tiles.unpack_low(clean[2], 40)),
+    )
     wide = torch.randn(300, 4096, device=DEVICE).half()
-    many = ops.cuda_quantize(wide, norm=torch.ones(4096, device=DEVICE), eps=1e-6, hadamard=True)
-    few = ops.cuda_quantize(wide[:9], norm=torch.ones(4096, device=DEVICE), eps=1e-6, hadamard=True)
+    many = ops_cuda.quantize(wide, norm=torch.ones(4096, device=DEVICE), eps=1e-6, hadamard=True)
+    few = ops_cuda.quantize(wide[:9], norm=torch.ones(4096, device=DEVICE), eps=1e-6, hadamard=True)
     check("row alone: 4096", torch.equal(many[0][:9], few[0]) and torch.equal(many[1][:9], few[1]))
 
 
-def linear(q: QuantizedWeight, m: int, rows: Sequence[int], rank: int = 0, bias: bool = False, exact: bool = True, dtype: torch.dtype = torch.float16) -> None:
+def linear(
+    q: QuantizedWeight,
+    m: int,
+    rows: Sequence[int],
+    rank: int = 0,
+    bias: bool = False,
+    exact: bool = True,
+    dtype: torch.dtype = torch.float16,
+) -> None:
     t = tiles.pack(q)
     base = plain(q, t)
     n, k = q.n, q.k
     x = codes_of(m, k)
     g = torch.Generator(device=DEVICE).manual_seed(5)
-    sx = torch.ldexp(torch.ones(m, device=DEVICE), torch.randint(-7, -3, (m,), generator=g, device=DEVICE)) if exact else 0.01 + 0.02 * torch.rand(m, generator=g, device=DEVICE)
+    sx = (
+        torch.ldexp(torch.ones(m, device=DEVICE), torch.randint(-7, -3, (m,), generator=g, device=DEVICE))
+        if exact
+        else 0.01 + 0.02 * torch.rand(m, generator=g, device=DEVICE)
+    )
     low = up = low_p = up_p = b = None
     if rank:
-        low = torch.randint(-30, 30, (m, rank), generator=g, device=DEVICE).half() if exact else (20 * torch.randn(m, rank, generator=g, device=DEVICE)).half()
-        up = (torch.randint(-8, 8, (n, rank), generator=g, device=DEVICE) / 64).half() if exact else (0.02 * torch.randn(n, rank, generator=g, device=DEVICE)).half()
+        low = (
+            torch.randint(-30, 30, (m, rank), generator=g, device=DEVICE).half()
+            if exact
+            else (20 * torch.randn(m, rank, generator=g, device=DEVICE)).half()
+        )
+        up = (
+            (torch.randint(-8, 8, (n, rank), generator=g, device=DEVICE) / 64).half()
+            if exact
+            else (0.02 * torch.randn(n, rank, generator=g, device=DEVICE)).half()
+        )
         up_p = tiles.pack_branch(LowRank(torch.zeros(k, rank, device=DEVICE), up), n).up
         low_p = tiles.pack_low(low)
     if bias:
@@ -183,27 +228,34 @@ def linear(q: QuantizedWeight, m: int, rows: Sequence[int], rank: int = 0, bias:
     want64 = reference.cuda_linear(x[:, :k], sx, base, t.channel[:n], low, up, b)
     want = want64.float().to(dtype)
     for row in rows:
-        order = x if row == ops.GEMV else tiles.tile_order(x)
+        order = x if row == ops_cuda.GEMV else tiles.tile_order(x)
         name = f"mode{t.mode} {n}x{k} M={m} row={row} rank={rank} bias={bias} {dtype}"
         try:
-            y = ops.cuda_linear(order, sx, low_p, t.weight, t.channel, b_p if bias else None, up_p, n, t.mode, dtype, row)
+            y = ops_cuda.linear(
+                order, sx, low_p, t.weight, t.channel, b_p if bias else None, up_p, n, t.mode, dtype, row
+            )
         except RuntimeError as error:
             if "does not divide" in str(error):
                 continue
             raise
         torch.cuda.synchronize()
-        again = ops.cuda_linear(order, sx, low_p, t.weight, t.channel, b_p if bias else None, up_p, n, t.mode, dtype, row)
+        again = ops_cuda.linear(
+            order, sx, low_p, t.weight, t.channel, b_p if bias else None, up_p, n, t.mode, dtype, row
+        )
         check(name + " again", torch.equal(y, again))
-        rounds = t.mode == tiles.GROUPS and row != ops.GEMV  # its sums carry 12582912 along: about 0.3 of a scale a group
+        rounds = t.mode == tiles.GROUPS and row not in (
+            ops_cuda.GEMV,
+            ops_cuda.PORTABLE,
+        )  # its sums carry 12582912 along: about 0.3 of a scale a group
         if exact and not rounds:
-            check(name, torch.equal(y, want), wrong=int((y != want).sum()), worst=float((y.double() - want64).abs().max()), shape=str(tuple(y.shape)))
+            check(name, torch.equal(y, want), wrong=int((y != want).sum()), shape=str(tuple(y.shape)))
         else:
             off = reference.error(y, want64)
             check(name, off < (3e-3 if dtype == torch.bfloat16 else 8e-4 if rounds else 5e-4), off=off)
 
 
 def rows_of(mode: str) -> range:
-    return range(-1, 7 if mode == "w4grp" else 11)
+    return range(-1, 7 if mode == "w4grp" else 11 if mode == "w8" else 16)
 
 
 def gemm() -> None:
@@ -211,18 +263,22 @@ def gemm() -> None:
         for n, k in ((384, 512), (128, 1024)):
             q = weight(mode, n, k, exact=True)
             for m in (1, 5, 16, 17, 172, 648, 685, 2049):
-                linear(q, m, list(rows_of(mode)))
+                linear(q, m, [*rows_of(mode), ops_cuda.PORTABLE])
         q = weight(mode, 384, 1024, exact=True)
-        linear(q, 172, list(rows_of(mode)), rank=16, bias=True)
-        linear(q, 685, list(rows_of(mode)), rank=32, bias=True, dtype=torch.float32)
-        linear(q, 250, list(rows_of(mode)), rank=64, bias=True, dtype=torch.bfloat16)
+        every = [*rows_of(mode), ops_cuda.PORTABLE]
+        linear(q, 172, every, rank=16, bias=True)
+        linear(q, 2049, every, rank=16, bias=True)
+        linear(weight(mode, 128, 2048, exact=True), 300, every, rank=48, bias=True)
+        linear(q, 685, every, rank=32, bias=True, dtype=torch.float32)
+        linear(q, 250, every, rank=64, bias=True, dtype=torch.bfloat16)
         linear(weight(mode, 6144, 1024, exact=True), 685, list(rows_of(mode)), rank=16)
         linear(weight(mode, 1024, 3072, exact=True), 685, list(rows_of(mode)), rank=16)
         linear(weight(mode, 384, 1024, exact=False), 685, list(rows_of(mode)), rank=16, bias=True, exact=False)
         linear(weight(mode, 4096, 1024, exact=False), 1890, list(rows_of(mode)), rank=16, bias=True, exact=False)
-        linear(weight(mode, 200, 640, exact=True), 77, [-1], rank=16, bias=True)  # off the tile
-        linear(weight(mode, 72, 192, exact=True), 33, [-1], bias=True, dtype=torch.float32)
-        linear(weight(mode, 256, 11008, exact=False), 100, [-1], exact=False)
+        linear(weight(mode, 200, 640, exact=True), 77, [-1, ops_cuda.PORTABLE], rank=16, bias=True)  # off the tile
+        linear(weight(mode, 72, 192, exact=True), 33, [-1, ops_cuda.PORTABLE], bias=True, dtype=torch.float32)
+        linear(weight(mode, 203, 320, exact=True), 40, [ops_cuda.PORTABLE], bias=True)
+        linear(weight(mode, 256, 11008, exact=False), 100, [-1, ops_cuda.PORTABLE], exact=False)
         torch.cuda.synchronize()
         print(f"   gemm {mode} done, failed so far {len(failed)}", flush=True)
         linear(q, 0, [-1])
@@ -234,65 +290,240 @@ def gemv() -> None:
             exact = mode != "w4grp" or k <= 1024
             q = weight(mode, n, k, exact=exact)
             for m in (1, 5, 8, 9, 16):
-                linear(q, m, [ops.GEMV], exact=exact)
+                linear(q, m, [ops_cuda.GEMV], exact=exact)
         q = weight(mode, 384, 1024, exact=True)
-        linear(q, 16, [ops.GEMV, 0], rank=32, bias=True)
-        linear(q, 1, [ops.GEMV], rank=64, bias=True, dtype=torch.float32)
+        linear(q, 16, [ops_cuda.GEMV, 0], rank=32, bias=True)
+        linear(q, 1, [ops_cuda.GEMV], rank=64, bias=True, dtype=torch.float32)
         if mode != "w4grp":  # a row alone has the bits of the batch, whichever kernel runs
             q = weight(mode, 1024, 2048, exact=False)
             t = tiles.pack(q)
             low = torch.randn(40, 16, device=DEVICE).half() * 20
-            up = tiles.pack_branch(LowRank(torch.zeros(2048, 16, device=DEVICE), torch.randn(1024, 16, device=DEVICE) / 50), 1024).up
+            up = tiles.pack_branch(
+                LowRank(torch.zeros(2048, 16, device=DEVICE), torch.randn(1024, 16, device=DEVICE) / 50), 1024
+            ).up
             x, sx, b = codes_of(40, 2048), torch.rand(40, device=DEVICE), torch.randn(1024, device=DEVICE)
-            batch = ops.cuda_linear(tiles.tile_order(x), sx, tiles.pack_low(low), *t[:2], b, up, 1024, t.mode, torch.float16)
-            one = ops.cuda_linear(x[3:4], sx[3:4], tiles.pack_low(low[3:4]), *t[:2], b, up, 1024, t.mode, torch.float16, ops.GEMV)
-            check(f"{mode}: row alone through the GEMV", torch.equal(one[0], batch[3]), wrong=int((one[0] != batch[3]).sum()))
+            batch = ops_cuda.linear(
+                tiles.tile_order(x), sx, tiles.pack_low(low), *t[:2], b, up, 1024, t.mode, torch.float16
+            )
+            one = ops_cuda.linear(
+                x[3:4], sx[3:4], tiles.pack_low(low[3:4]), *t[:2], b, up, 1024, t.mode, torch.float16, ops_cuda.GEMV
+            )
+            check(
+                f"{mode}: row alone through the GEMV",
+                torch.equal(one[0], batch[3]),
+                wrong=int((one[0] != batch[3]).sum()),
+            )
+
+
+def int4() -> None:
+    """4-bit activations: codes, scales, product; on Hopper the instruction is emulated, so no times here."""
+    g = torch.Generator(device=DEVICE).manual_seed(11)
+    four = reference.Activation(4, "group")
+    for m, n, k, rank in (
+        (1, 128, 256, 0),
+        (17, 200, 640, 16),
+        (172, 384, 1024, 32),
+        (685, 1024, 2048, 16),
+        (77, 130, 320, 0),
+        (5, 128, 11008, 16),
+    ):
+        for dtype in (torch.float16, torch.float32):
+            x = torch.randn(m, k, generator=g, device=DEVICE).to(dtype)
+            x[m // 2, :64] = 0
+            q = weight("w4two" if rank else "w4grp", n, k, exact=False).with_(bias=torch.randn(n, device=DEVICE))
+            low = (
+                LowRank(
+                    (torch.randn(k, rank, generator=g, device=DEVICE) / k**0.5).half(),
+                    (torch.randn(n, rank, generator=g, device=DEVICE) / 8).half(),
+                )
+                if rank
+                else None
+            )
+            branch = tiles.pack_branch(low, n, 128) if low else None
+            codes, groups, scales, hidden = ops_cuda.quantize4(x, hadamard=True, down=branch.down if branch else None)
+            inside = reference.hadamard(x.float().cpu(), 64)
+            want, sa = reference.quantize_rows(inside, 64, four)
+            low_n, high_n = (codes & 15).to(torch.int8), (codes >> 4).to(torch.int8)
+            got = torch.stack([low_n, high_n], -1).reshape(m, -1).cpu()
+            got = torch.where(got > 7, got - 16, got)
+            name = f"int4 {m}x{n}x{k} {dtype}"
+            check(
+                name + " codes",
+                torch.equal(got[:, :k], want) and not bool(got[:, k:].any()),
+                wrong=int((got[:, :k] != want).sum()),
+            )
+            check(name + " group scales", torch.equal(groups.T[:m, : k // 64].cpu(), sa))
+            rows = tiles.pack_rows(q)
+            bias = torch.nn.functional.pad(q.bias, (0, -n % 128))
+            for out in (torch.float16, torch.float32):
+                y = ops_cuda.linear4(
+                    codes, groups, scales, hidden if rank else None, *rows, bias, branch.up if branch else None, n, out
+                )
+                ideal = (want.double() * reference.expand(sa.double(), 64, k)).to(DEVICE) @ reference.dequantize_codes(
+                    q
+                ).double().T + q.bias.double()
+                if low:
+                    ideal = ideal + (inside.to(DEVICE).double() @ low.down.double()) @ low.up.double().T
+                off = reference.error(y, ideal)
+                check(f"{name} {out}", off < 5e-4, off=off)
+                again = ops_cuda.linear4(
+                    codes, groups, scales, hidden if rank else None, *rows, bias, branch.up if branch else None, n, out
+                )
+                check(f"{name} {out} again", torch.equal(y, again))
+    # exact: one group scale 1, integers
+    codes = torch.randint(0, 256, (33, 512), generator=g, device=DEVICE, dtype=torch.uint8)
+    rows = torch.randint(0, 256, (128, 512), generator=g, device=DEVICE, dtype=torch.uint8)
+    one_a, one_w = torch.ones(16, 128, device=DEVICE), torch.ones(16, 128, device=DEVICE)
+    y = ops_cuda.linear4(codes, one_a, torch.ones(33, device=DEVICE), None, rows, one_w, None, None, 128, torch.float32)
+
+    def plain_codes(c: Tensor) -> Tensor:
+        v = torch.stack([c & 15, c >> 4], -1).reshape(len(c), -1).to(torch.int8)
+        return torch.where(v > 7, v - 16, v).double()
+
+    check("int4 exact", torch.equal(y.double(), plain_codes(codes) @ plain_codes(rows).T))
+
+
+def rope() -> None:
+    g = torch.Generator(device=DEVICE).manual_seed(9)
+    for m, heads, kv in ((1, 16, 8), (5, 4, 4), (685, 16, 8)):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            qkv = torch.randn(m, (heads + 2 * kv) * 128, generator=g, device=DEVICE).to(dtype)
+            wq, wk = (1 + 0.1 * torch.randn(128, generator=g, device=DEVICE) for _ in range(2))
+            angle = 10 * torch.rand(m, 64, generator=g, device=DEVICE)
+            for norm in (True, False):
+                got = qkv.clone()
+                ops_cuda.norm_rope(got, wq if norm else None, wk if norm else None, angle.cos(), angle.sin(), heads, kv)
+                parts = qkv.reshape(m, -1, 128)
+                want = torch.cat([
+                    reference.norm_rope(parts[:, :heads], wq if norm else None, angle.cos(), angle.sin(), 1e-6),
+                    reference.norm_rope(parts[:, heads : heads + kv], wk if norm else None, angle.cos(), angle.sin(), 1e-6),
+                    parts[:, heads + kv :].float(),
+                ], 1).reshape(m, -1)  # fmt: skip
+                off = reference.error(got.float(), want)
+                check(
+                    f"rope {m} {heads}/{kv} {dtype} norm={norm}",
+                    off < {torch.float16: 3e-4, torch.bfloat16: 2.5e-3, torch.float32: 1e-6}[dtype],
+                    off=off,
+                )
+                check(f"rope values {dtype}", torch.equal(got[:, (heads + kv) * 128 :], qkv[:, (heads + kv) * 128 :]))
+            x = qkv[:, :300].contiguous()
+            rms = ops_cuda.inverse_rms(x, 1e-6)
+            check("inverse rms", bool(torch.allclose(rms, torch.rsqrt(x.float().square().mean(1) + 1e-6), rtol=1e-5)))
+    qkv = torch.randn(685, 4096, device=DEVICE).half()
+    w, c = torch.ones(128, device=DEVICE), torch.ones(685, 64, device=DEVICE)
+    say(rope="685 rows, 16/8 heads", us=replayed([lambda: ops_cuda.norm_rope(qkv, w, w, c, c, 16, 8)] * 28) / 28)
+
+
+def module() -> None:
+    """QuantLinear: moves, dtypes, shapes, graphs, compile, streams, devices, errors."""
+    from lowbit.nn import QuantLinear
+
+    torch.manual_seed(0)
+    for rows in (4, 40):  # nothing of ours has run in this process: a capture without warm-up
+        cold = QuantLinear.from_quantized(weight("w4two", 256, 512, exact=False), "token")
+        static = torch.ones(rows, 512, device=DEVICE).half()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cold(static)
+        static.copy_(torch.randn(rows, 512, device=DEVICE))
+        graph.replay()
+        check(f"cold capture of {rows} rows", torch.equal(out, cold(static)))
+    for scheme_mode, n, k, rank in (
+        ("w4two", 1024, 2048, 16),
+        ("w4grp", 384, 1024, 32),
+        ("w4ch", 200, 640, 0),
+        ("w8", 130, 256, 0),
+    ):
+        q = weight(scheme_mode, n, k, exact=False).with_(
+            bias=torch.randn(n, device=DEVICE), hadamard=0 if scheme_mode == "w8" else 64
+        )
+        if rank:
+            low = LowRank(
+                (torch.randn(k, rank, device=DEVICE) / k**0.5).half(), (torch.randn(n, rank, device=DEVICE) / 8).half()
+            )
+            q = q.with_(low_rank=low, smooth=0.5 + torch.rand(k, device=DEVICE))
+        layer = QuantLinear.from_quantized(q, "token")
+        host = {f: getattr(q, f).cpu() for f in ("codes", "scales", "bias", "smooth") if getattr(q, f) is not None}
+        q_host = q.with_(**host, low_rank=None if q.low_rank is None else LowRank(*(t.cpu() for t in q.low_rank)))
+        on_host = QuantLinear.from_quantized(q_host, "token")
+        check(f"{scheme_mode} kernel", layer.explain()["kernel"] == "cuda_tiles", found=layer.explain()["kernel"])
+        for shape in ((1, k), (16, k), (3, 7, k), (685, k), (0, k), (k,)):
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                x = torch.randn(shape, device=DEVICE).to(dtype)
+                y = layer(x)
+                check(f"{scheme_mode} {shape} {dtype} shape", y.shape == (*shape[:-1], n) and y.dtype == dtype)
+                if x.numel():
+                    want = reference.linear(x.cpu(), q_host, reference.Activation(8, "token"))
+                    off = reference.error(y.float().cpu(), want)
+                    check(f"{scheme_mode} {shape} {dtype}", off < (4e-3 if dtype == torch.bfloat16 else 1e-3), off=off)
+        x = torch.randn(50, k, device=DEVICE).half()
+        check(
+            f"{scheme_mode} against the CPU's layer",
+            reference.error(layer(x).float().cpu(), on_host(x.cpu().float())) < 1e-3,
+        )
+        moved = on_host.to(DEVICE)
+        check(f"{scheme_mode} moved", torch.equal(moved(x), layer(x)))
+        back = moved.cpu().to_quantized()
+        same = torch.equal(back.codes, q_host.codes) and torch.equal(
+            reference.expand(back.scales.float(), back.group_size, k),
+            reference.expand(q_host.scales.float(), q.group_size, k),
+        )
+        check(f"{scheme_mode} back on the CPU", same)
+        layer.half()
+        check(f"{scheme_mode} half()", torch.equal(layer(x), QuantLinear.from_quantized(q, "token")(x)))
+        with torch.inference_mode():
+            check(f"{scheme_mode} inference", layer(x).shape == (50, n))
+        if q.bits == 4 and k % 64 == 0:
+            layer.activation_bits = 4
+            want = reference.linear(x.cpu(), q_host, reference.Activation(4, "group"))
+            off = reference.error(layer(x).float().cpu(), want)
+            check(f"{scheme_mode} 4-bit activations", off < 1e-3, off=off)
+            layer.activation_bits = 8
+        xg = x.clone().requires_grad_(True)
+        layer(xg).sum().backward()
+        check(f"{scheme_mode} gradient", bool(torch.isfinite(xg.grad).all()))
+        bad = x.clone()
+        bad[3, 5] = float("nan")
+        y0, y1 = layer(x), layer(bad)
+        keep = torch.arange(50, device=DEVICE) != 3
+        check(f"{scheme_mode} NaN row", torch.equal(y0[keep], y1[keep]) and bool(torch.isnan(y1[3]).all()))
+        for rows in (7, 40):
+            compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=False)
+            check(f"{scheme_mode} compile", torch.equal(compiled(x[:rows]), layer(x[:rows])))
+        static = torch.ones(40, k, device=DEVICE).half()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        fresh = QuantLinear.from_quantized(q, "token")
+        with torch.cuda.graph(graph, stream=side):
+            out = fresh(static)  # its first call is inside the capture
+        static.copy_(x[:40])
+        graph.replay()
+        check(f"{scheme_mode} graph", torch.equal(out, layer(x[:40])))
+        with torch.cuda.stream(side):
+            y = layer(x)
+        side.synchronize()
+        check(f"{scheme_mode} side stream", torch.equal(y, layer(x)))
+    for name, call in {
+        "x on the CPU": lambda: layer(torch.randn(3, 256)),
+        "wrong K": lambda: layer(torch.randn(3, 255, device=DEVICE)),
+        "int x": lambda: layer(torch.ones(3, 256, dtype=torch.int32, device=DEVICE)),
+        "K": lambda: ops_cuda.quantize(torch.randn(2, 40, device=DEVICE)),
+        "norm's dtype": lambda: ops_cuda.quantize(torch.randn(2, 64, device=DEVICE), norm=torch.ones(64, device=DEVICE).half()),
+        "smooth's device": lambda: ops_cuda.quantize(torch.randn(2, 64, device=DEVICE), smooth=torch.ones(64)),
+        "smooth's size": lambda: ops_cuda.quantize(torch.randn(2, 64, device=DEVICE), smooth=torch.ones(65, device=DEVICE)),
+        "strides": lambda: ops_cuda.quantize(torch.randn(2, 64, device=DEVICE), residual=torch.randn(64, 2, device=DEVICE).T),
+        "GEMV of 17 rows": lambda: ops_cuda.linear(codes_of(17, 256), torch.ones(17, device=DEVICE), None, *tiles.pack(weight("w4ch", 64, 256, True))[:2], None, None, 64, tiles.CHANNEL, torch.float16, ops_cuda.GEMV),
+        "weight's size": lambda: ops_cuda.linear(codes_of(17, 256), torch.ones(17, device=DEVICE), None, *tiles.pack(weight("w4ch", 64, 512, True))[:2], None, None, 64, tiles.CHANNEL, torch.float16),
+        "mode": lambda: ops_cuda.linear(codes_of(17, 256), torch.ones(17, device=DEVICE), None, *tiles.pack(weight("w4ch", 64, 256, True))[:2], None, None, 64, 9, torch.float16),
+    }.items():  # fmt: skip
+        try:
+            call()
+            check(f"error: {name}", False)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            print("  ", name, "->", str(error).splitlines()[0][:150])
+    check("usable after the errors", layer(torch.randn(2, 256, device=DEVICE)).shape == (2, 130))
 
 
 # -- speed ----------------------------------------------------------------------------------------------------------
-
-
-def replayed(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Microseconds for all calls together: one graph of them, median of replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:8]:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        graph.replay()
-        times = []
-        for _ in range(repeats):
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record(stream)
-            graph.replay()
-            b.record(stream)
-            b.synchronize()
-            times.append(a.elapsed_time(b) * 1e3)
-    del graph
-    return statistics.median(times)
-
-
-class Layer:
-    """One shape in one mode: weights of many layers, random bytes that cost what real ones cost."""
-
-    def __init__(self, mode: str, n: int, k: int, copies: int, rank: int = 16) -> None:
-        self.mode, self.n, self.k = MODES[mode], n, k
-        t = tiles.pack(weight(mode, n, k, exact=False))
-        self.weights = [t.weight.clone() for _ in range(copies)]
-        self.channel, self.bias = t.channel, torch.randn(len(t.channel), device=DEVICE)
-        low = LowRank(torch.randn(k, rank, device=DEVICE) / k**0.5, torch.randn(n, rank, device=DEVICE) / 50)
-        branches = [tiles.pack_branch(low, n) for _ in range(copies)] if rank else []
-        self.down, self.up = [b.down for b in branches], [b.up for b in branches]
-        self.rank = rank
-
-    def call(self, i: int, x: tuple[Tensor, Tensor, Tensor], row: int, dtype: torch.dtype = torch.float16) -> Tensor:
-        codes, scales, low = x
-        up = self.up[i] if self.rank else None
-        return ops.cuda_linear(codes, scales, low, self.weights[i], self.channel, self.bias, up, self.n, self.mode, dtype, row)
 
 
 best: dict[tuple[str, str, int], int] = {}
@@ -302,95 +533,190 @@ def speed() -> None:
     """Every row of tiles at every shape, and the GEMV."""
     for mode in MODES:
         for name, (n, k) in LAYER.items():
-            layer = Layer(mode, n, k, LAYERS)
+            layer = Stack(mode, n, k, LAYERS, DEVICE)
             for m in (16, 172, 685, 1890):
-                x = ops.cuda_quantize(torch.randn(m, k, device=DEVICE).half(), hadamard=True, down=layer.down[0])
+                x = ops_cuda.quantize(torch.randn(m, k, device=DEVICE).half(), hadamard=True, down=layer.down[0])
                 found = {}
                 for row in rows_of(mode):
                     try:
-                        found[row] = replayed([lambda i=i, row=row: layer.call(i, x, row) for i in range(LAYERS)], 5) / LAYERS
+                        found[row] = (
+                            replayed([lambda i=i, row=row: layer.product(i, x, row) for i in range(LAYERS)], 5) / LAYERS
+                        )
                     except RuntimeError as error:
                         if "does not divide" not in str(error):
                             say(FAIL="speed", mode=mode, shape=name, m=m, row=row, error=str(error)[:80])
                             failed.append("speed")
+                other = (
+                    replayed([lambda i=i: layer.product(i, x, ops_cuda.PORTABLE) for i in range(LAYERS)], 5) / LAYERS
+                )
                 top = min(found, key=lambda r: found[r])
                 best[mode, name, m] = top
                 order = sorted(found, key=lambda r: found[r])
-                say(gemm=mode, shape=name, m=m, best=top, us=found[top], table=found[-1], rest=",".join(f"{r}:{found[r]:.2f}" for r in order[1:7]))
+                say(
+                    gemm=mode,
+                    shape=name,
+                    m=m,
+                    best=top,
+                    us=found[top],
+                    table=found[-1],
+                    portable=other,
+                    rest=",".join(f"{r}:{found[r]:.2f}" for r in order[1:7]),
+                )
     for n, k in ((4096, 4096), (11008, 4096)):
         for mode in [m for m in MODES if m != "w8"]:
             bytes_ = tiles.BYTES[MODES[mode]] * (n // 64) * (k // 128)
             copies = max(8, (256 << 20) // bytes_)
-            layer = Layer(mode, n, k, copies)
+            layer = Stack(mode, n, k, copies, DEVICE)
             for m in (1, 8, 16):
-                x = ops.cuda_quantize(torch.randn(m, k, device=DEVICE).half(), hadamard=True, down=layer.down[0], tile_order=False)
-                us = replayed([lambda i=i: layer.call(i, x, ops.GEMV) for i in range(copies)]) / copies
+                x = ops_cuda.quantize(
+                    torch.randn(m, k, device=DEVICE).half(), hadamard=True, down=layer.down[0], tile_order=False
+                )
+                us = replayed([lambda i=i: layer.product(i, x, ops_cuda.GEMV) for i in range(copies)]) / copies
                 h = torch.randn(m, k, device=DEVICE).half()
 
-                def both(i: int, h: Tensor = h, layer: Layer = layer) -> Tensor:
-                    return layer.call(i, ops.cuda_quantize(h, hadamard=True, down=layer.down[i], tile_order=False), ops.GEMV)
+                def both(i: int, h: Tensor = h, layer: Stack = layer) -> Tensor:
+                    return layer.product(
+                        i, ops_cuda.quantize(h, hadamard=True, down=layer.down[i], tile_order=False), ops_cuda.GEMV
+                    )
 
                 pair = replayed([lambda i=i: both(i) for i in range(copies)]) / copies
                 say(gemv=mode, shape=f"{n}x{k}", m=m, us=us, gbps=bytes_ / us * 1e-3, with_quantize=pair)
-            del layer
-    for m, k in ((1, 1024), (16, 1024), (172, 1024), (685, 1024), (1890, 1024), (685, 2048), (685, 3072), (1, 4096), (16, 4096), (685, 4096)):
+    for m, k in (
+        (1, 1024),
+        (16, 1024),
+        (172, 1024),
+        (685, 1024),
+        (1890, 1024),
+        (685, 2048),
+        (685, 3072),
+        (1, 4096),
+        (16, 4096),
+        (685, 4096),
+    ):
         g = torch.randn(m, k, device=DEVICE).half()
         res, w, two = g.clone(), torch.ones(k, device=DEVICE), torch.randn(m, 2 * k, device=DEVICE).half()
         out: dict[str, float] = {}
         for rank in (0, 16, 32):
-            down = tiles.pack_branch(LowRank(torch.randn(k, rank, device=DEVICE), torch.zeros(64, rank, device=DEVICE)), 64).down if rank else None
-            out[f"plain_r{rank}"] = replayed([lambda down=down: ops.cuda_quantize(g, hadamard=True, down=down)] * 28) / 28
-            out[f"add_norm_r{rank}"] = replayed([lambda down=down: ops.cuda_quantize(g, residual=res, norm=w, eps=1e-6, hadamard=True, down=down)] * 28) / 28
+            down = (
+                tiles.pack_branch(
+                    LowRank(torch.randn(k, rank, device=DEVICE), torch.zeros(64, rank, device=DEVICE)), 64
+                ).down
+                if rank
+                else None
+            )
+            out[f"plain_r{rank}"] = (
+                replayed([lambda down=down: ops_cuda.quantize(g, hadamard=True, down=down)] * 28) / 28
+            )
+            out[f"add_norm_r{rank}"] = (
+                replayed(
+                    [lambda down=down: ops_cuda.quantize(g, residual=res, norm=w, eps=1e-6, hadamard=True, down=down)]
+                    * 28
+                )
+                / 28
+            )
             res.zero_()
-        out["silu_r16"] = replayed([lambda: ops.cuda_quantize(two, silu=True, hadamard=True, down=down)] * 28) / 28
+        out["silu_r16"] = replayed([lambda: ops_cuda.quantize(two, silu=True, hadamard=True, down=down)] * 28) / 28
         say(quantize=f"{m}x{k}", **out)
 
 
 def chain() -> None:
     """28 layers of four linears; the GEMMs alone, then with quantize (norm, residual, silu) before each."""
     for mode in MODES:
-        parts = {name: Layer(mode, n, k, LAYERS) for name, (n, k) in LAYER.items()}
+        parts = {name: Stack(mode, n, k, LAYERS, DEVICE) for name, (n, k) in LAYER.items()}
         for m in (1, 16, 172, 685, 1890):
             small = m <= 16 and mode != "w8"
-            row = {name: ops.GEMV if small else best.get((mode, name, m), -1) for name in LAYER}
-            inputs = {name: torch.randn(m, k * (2 if name == "down" else 1), device=DEVICE).half() for name, (_, k) in LAYER.items()}
+            row = {name: ops_cuda.GEMV if small else best.get((mode, name, m), -1) for name in LAYER}
+            inputs = {
+                name: torch.randn(m, k * (2 if name == "down" else 1), device=DEVICE).half()
+                for name, (_, k) in LAYER.items()
+            }
             res = torch.zeros(m, 1024, device=DEVICE).half()
             norm = torch.ones(1024, device=DEVICE)
 
-            def quant(name: str, i: int, m: int = m, small: bool = small, inputs: dict[str, Tensor] = inputs, res: Tensor = res, norm: Tensor = norm) -> tuple[Tensor, Tensor, Tensor]:
-                fused = {"residual": res, "norm": norm, "eps": 1e-6} if name in ("qkv", "gate_up") else {"silu": name == "down"}
-                return ops.cuda_quantize(inputs[name], hadamard=True, down=parts[name].down[i], tile_order=not small, **fused)
+            def quant(
+                name: str,
+                i: int,
+                m: int = m,
+                small: bool = small,
+                inputs: dict[str, Tensor] = inputs,
+                res: Tensor = res,
+                norm: Tensor = norm,
+            ) -> tuple[Tensor, Tensor, Tensor]:
+                fused = (
+                    {"residual": res, "norm": norm, "eps": 1e-6}
+                    if name in ("qkv", "gate_up")
+                    else {"silu": name == "down"}
+                )
+                return ops_cuda.quantize(
+                    inputs[name], hadamard=True, down=parts[name].down[i], tile_order=not small, **fused
+                )
 
             ready = {name: quant(name, 0) for name in LAYER}
-            alone = [lambda name=name, i=i: parts[name].call(i, ready[name], row[name]) for i in range(LAYERS) for name in LAYER]
-            table = [lambda name=name, i=i: parts[name].call(i, ready[name], ops.GEMV if small else -1) for i in range(LAYERS) for name in LAYER]
-            full = [lambda name=name, i=i: parts[name].call(i, quant(name, i), row[name]) for i in range(LAYERS) for name in LAYER]
+            alone = [
+                lambda name=name, i=i: parts[name].product(i, ready[name], row[name])
+                for i in range(LAYERS)
+                for name in LAYER
+            ]
+            table = [
+                lambda name=name, i=i: parts[name].product(i, ready[name], ops_cuda.GEMV if small else -1)
+                for i in range(LAYERS)
+                for name in LAYER
+            ]
+            full = [
+                lambda name=name, i=i: parts[name].product(i, quant(name, i), row[name])
+                for i in range(LAYERS)
+                for name in LAYER
+            ]
             quants = [lambda name=name, i=i: quant(name, i) for i in range(LAYERS) for name in LAYER]
-            say(layer=mode, m=m, linears=replayed(alone) / LAYERS, by_table=replayed(table) / LAYERS, quantize=replayed(quants) / LAYERS, all=replayed(full) / LAYERS)
+            say(
+                layer=mode,
+                m=m,
+                linears=replayed(alone) / LAYERS,
+                by_table=replayed(table) / LAYERS,
+                quantize=replayed(quants) / LAYERS,
+                all=replayed(full) / LAYERS,
+            )
 
 
 def peers() -> None:
     for m in (1, 16, 172, 685, 1890):
         out: dict[str, float] = {}
-        half = {name: [torch.randn(n, k, device=DEVICE).half() for _ in range(LAYERS)] for name, (n, k) in LAYER.items()}
+        half = {
+            name: [torch.randn(n, k, device=DEVICE).half() for _ in range(LAYERS)] for name, (n, k) in LAYER.items()
+        }
         x = {name: torch.randn(m, k, device=DEVICE).half() for name, (_, k) in LAYER.items()}
         out["fp16"] = replayed([lambda n=n, i=i: x[n] @ half[n][i].T for i in range(LAYERS) for n in LAYER]) / LAYERS
         try:
             one = torch.ones((), device=DEVICE)
             f8 = {n: [w.to(torch.float8_e4m3fn) for w in half[n]] for n in LAYER}
             x8 = {n: torch.nn.functional.pad(x[n], (0, 0, 0, -m % 16)).to(torch.float8_e4m3fn) for n in LAYER}
-            out["fp8"] = replayed([lambda n=n, i=i: torch._scaled_mm(x8[n], f8[n][i].T, one, one, out_dtype=torch.float16) for i in range(LAYERS) for n in LAYER]) / LAYERS
+            out["fp8"] = (
+                replayed(
+                    [
+                        lambda n=n, i=i: torch._scaled_mm(x8[n], f8[n][i].T, one, one, out_dtype=torch.float16)
+                        for i in range(LAYERS)
+                        for n in LAYER
+                    ]
+                )
+                / LAYERS
+            )
         except RuntimeError as error:
             print("fp8:", str(error)[:100])
         if m > 16:
             i8 = {n: [torch.randint(-128, 128, w.shape, device=DEVICE).to(torch.int8) for w in half[n]] for n in LAYER}
             xi = {n: torch.nn.functional.pad(x[n], (0, 0, 0, -m % 8)).to(torch.int8) for n in LAYER}
-            out["int_mm"] = replayed([lambda n=n, i=i: torch._int_mm(xi[n], i8[n][i].T) for i in range(LAYERS) for n in LAYER]) / LAYERS
+            out["int_mm"] = (
+                replayed([lambda n=n, i=i: torch._int_mm(xi[n], i8[n][i].T) for i in range(LAYERS) for n in LAYER])
+                / LAYERS
+            )
         say(peers="layer", m=m, **out)
     for n, k in ((4096, 4096), (11008, 4096)):
         copies = max(4, (256 << 20) // (n * k))
         w = [torch.randn(n, k, device=DEVICE).half() for _ in range(copies)]
-        w4 = [torch._convert_weight_to_int4pack(torch.randint(0, 255, (n, k // 2), device=DEVICE, dtype=torch.uint8), 8) for _ in range(copies * 2)]
+        w4 = [
+            torch._convert_weight_to_int4pack(torch.randint(0, 255, (n, k // 2), device=DEVICE, dtype=torch.uint8), 8)
+            for _ in range(copies * 2)
+        ]
         sz = torch.rand(k // 64, n, 2, device=DEVICE).bfloat16()
         for m in (1, 16):
             xh = torch.randn(m, k, device=DEVICE).half()
@@ -402,8 +728,8 @@ def peers() -> None:
 def main() -> None:
     names = [a for a in sys.argv[1:] if not a.startswith("--") and not a.endswith(".json")]
     target = next((a for a in sys.argv[1:] if a.endswith(".json")), None)
-    print("torch", torch.__version__, torch.cuda.get_device_name(0), "refuses:", ops.cuda_refuses(0), flush=True)
-    every = (quantize, gemm, gemv, speed, chain, peers)
+    print("torch", torch.__version__, torch.cuda.get_device_name(0), "refuses:", ops_cuda.refuses(0), flush=True)
+    every = (quantize, gemm, gemv, int4, rope, module, speed, chain, peers)
     for mode in [m for m in MODES if names and m not in names and any(n in MODES for n in names)]:
         del MODES[mode]  # "gemm w8": that mode alone
     for run in every:

@@ -6,5 +6,8 @@ part() { echo "== ${*:2}"; timeout "$1" python3 bench/gpu_check.py "${@:2}" "$ou
 part 60 quantize
 for mode in w4ch w4two w8 w4grp; do part 60 gemm $mode; done
 part 60 gemv
-part 100 speed chain
+part 40 int4
+part 40 rope
+part 60 module
+part 120 speed chain
 part 60 peers

@@ -247,6 +247,16 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
   m.def(
       "cuda_linear(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, Tensor? bias, "
       "Tensor? up, int n, int mode, int out, int row=-1) -> Tensor");
+  m.def(
+      "cuda_quantize4(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, "
+      "int rank, bool hadamard, bool silu, float clip) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "cuda_linear4(Tensor codes, Tensor group_scales, Tensor scales, Tensor? low, Tensor weight, "
+      "Tensor weight_scales, Tensor? bias, Tensor? up, int n, int out) -> Tensor");
+  m.def(
+      "cuda_norm_rope(Tensor(a!) qkv, Tensor? q_norm, Tensor? k_norm, Tensor cosines, Tensor sines, int heads, "
+      "int kv_heads, float eps) -> ()");
+  m.def("cuda_inverse_rms(Tensor x, float eps) -> Tensor");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));

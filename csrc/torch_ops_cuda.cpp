@@ -74,11 +74,13 @@ static int as_int(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
-// x [..., K] (with silu [..., 2K]) -> codes int8 [M, Kp], scales float32 [M], low fp16 fragments.
-static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x_in, std::optional<Tensor> residual,
-                                                        std::optional<Tensor> norm, double eps,
-                                                        std::optional<Tensor> smooth, std::optional<Tensor> down,
-                                                        int64_t rank, bool hadamard, bool silu, bool tile_order) {
+struct Quantized {
+  Tensor codes, scales, low, group_scales;
+};
+
+static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& residual, const std::optional<Tensor>& norm,
+                          double eps, const std::optional<Tensor>& smooth, const std::optional<Tensor>& down, int64_t rank,
+                          bool hadamard, bool silu, bool tile_order, bool four, double clip) {
   STD_TORCH_CHECK(x_in.is_cuda(), "x: found on the CPU, accepted is a CUDA tensor");
   const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
   const cuda::Device device = device_of(x_in);
@@ -87,9 +89,11 @@ static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x_in, std:
   const int64_t width = x.size(x.dim() - 1), m = x.numel() / width, k = silu ? width / 2 : width;
   STD_TORCH_CHECK(!silu || width % 2 == 0, "x: found ", width, " columns, accepted with silu is gate and up side by side");
   STD_TORCH_CHECK(k % 16 == 0, "x: found K=", k, ", accepted are multiples of 16");
-  STD_TORCH_CHECK(!hadamard || k % 64 == 0, "x: found K=", k, ", accepted behind a Hadamard are multiples of 64");
+  STD_TORCH_CHECK(!(hadamard || four) || k % 64 == 0, "x: found K=", k,
+                  ", accepted behind a Hadamard and with 4 bits are multiples of 64");
   STD_TORCH_CHECK(rank % 16 == 0 && rank >= 0 && rank <= 256, "rank: found ", rank, ", accepted are multiples of 16 up to 256");
   STD_TORCH_CHECK((rank > 0) == down.has_value(), "down: found ", down.has_value() ? "one" : "none", " with rank ", rank);
+  STD_TORCH_CHECK(clip > 0, "clip: found ", clip, ", accepted are values above 0");
   cuda::QuantizeArgs a{};
   a.dtype = dtype_of(x);
   a.x = data_of(x, "x", x, x.scalar_type(), x.numel());
@@ -99,20 +103,40 @@ static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x_in, std:
   a.down = optional_data<void>(down, "down", x, ScalarType::Half, rank * k);
   a.m = as_int(m, "M"), a.k = as_int(k, "K"), a.kp = (a.k + 255) / 256 * 256;
   a.rank = static_cast<int>(rank), a.eps = static_cast<float>(eps);
-  a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order;
-  Tensor codes = torch::stable::new_empty(x, {m, a.kp}, ScalarType::Char);
-  Tensor scales = torch::stable::new_empty(x, {m}, ScalarType::Float);
-  Tensor low = torch::stable::new_empty(x, {rank / 16, (m + 7) / 8, 128}, ScalarType::Half);
-  if (m == 0) return {codes, scales, low};
-  a.codes = static_cast<int8_t*>(codes.mutable_data_ptr());
-  a.scales = static_cast<float*>(scales.mutable_data_ptr());
-  a.low = low.mutable_data_ptr();
+  a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order, a.four = four, a.clip = static_cast<float>(clip);
+  Quantized out{torch::stable::new_empty(x, {m, four ? a.kp / 2 : a.kp}, four ? ScalarType::Byte : ScalarType::Char),
+                torch::stable::new_empty(x, {m}, ScalarType::Float),
+                torch::stable::new_empty(x, {rank / 16, (m + 7) / 8, 128}, ScalarType::Half),
+                torch::stable::new_empty(x, {four ? a.kp / 64 : 0, (m + 127) / 128 * 128}, ScalarType::Float)};
+  if (m == 0) return out;
+  a.codes = static_cast<int8_t*>(out.codes.mutable_data_ptr());
+  a.scales = static_cast<float*>(out.scales.mutable_data_ptr());
+  a.low = out.low.mutable_data_ptr();
+  a.group_scales = static_cast<float*>(out.group_scales.mutable_data_ptr());
   const char* wrong = cuda::launch_quantize(a, device, current_stream(x.get_device_index()));
   STD_TORCH_CHECK(!wrong, "cuda_quantize: ", wrong);
-  return {codes, scales, low};
+  return out;
 }
 
-// out: float32, bfloat16, float16 as 0, 1, 2. row: -2 the GEMV, -1 by the table, else that row of tiles.
+// x [..., K] (with silu [..., 2K]) -> codes int8 [M, Kp], scales float32 [M], low fp16 fragments.
+static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x, std::optional<Tensor> residual,
+                                                        std::optional<Tensor> norm, double eps,
+                                                        std::optional<Tensor> smooth, std::optional<Tensor> down,
+                                                        int64_t rank, bool hadamard, bool silu, bool tile_order) {
+  Quantized q = quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, tile_order, false, 1);
+  return {q.codes, q.scales, q.low};
+}
+
+// -> codes uint8 [M, Kp / 2], group scales float32 [Kp / 64, M rounded up to 128], scales, low.
+static std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_quantize4(const Tensor& x, std::optional<Tensor> residual,
+                                                                 std::optional<Tensor> norm, double eps,
+                                                                 std::optional<Tensor> smooth, std::optional<Tensor> down,
+                                                                 int64_t rank, bool hadamard, bool silu, double clip) {
+  Quantized q = quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, false, true, clip);
+  return {q.codes, q.group_scales, q.scales, q.low};
+}
+
+// out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable GEMM, -2 the GEMV, -1 by the table, else that row of tiles.
 static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low, const Tensor& weight,
                           const Tensor& channel, std::optional<Tensor> bias, std::optional<Tensor> up, int64_t n,
                           int64_t mode, int64_t out, int64_t row) {
@@ -147,15 +171,98 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
   const char* wrong = nullptr;
   if (row == -2)
     wrong = cuda::launch_gemv(a, device, stream);
+  else if (row == -3 || device.capability != 90)
+    wrong = cuda::launch_gemm_mma(a, device, stream);
   else
-    wrong = device.capability == 90 ? cuda::launch_gemm_sm90(a, static_cast<int>(row), device, stream)
-                                    : "M: accepted is at most 16 on this device";
+    wrong = cuda::launch_gemm_sm90(a, static_cast<int>(row), device, stream);
   STD_TORCH_CHECK(!wrong, "cuda_linear: ", wrong);
   return y;
+}
+
+// INT4 tensor cores: codes and group scales of cuda_quantize4, weight uint8 [np, Kp / 2] and its scales [Kp / 64, np], np =
+// n rounded up to 128.
+static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, const Tensor& scales, std::optional<Tensor> low,
+                           const Tensor& weight, const Tensor& weight_scales, std::optional<Tensor> bias,
+                           std::optional<Tensor> up, int64_t n, int64_t out) {
+  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [M, Kp / 2]");
+  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const cuda::Device device = device_of(codes);
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out, ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  const int64_t m = codes.size(0), kp = codes.size(1) * 2, np = (n + 127) / 128 * 128, mp = (m + 127) / 128 * 128;
+  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n, ", accepted are multiples of 256, above 0");
+  cuda::Int4Args a{};
+  a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K"), a.mp = as_int(mp, "M");
+  a.dtype = static_cast<cuda::Dtype>(out);
+  a.rank = up.has_value() ? as_int(up->numel() / np, "rank") : 0;
+  STD_TORCH_CHECK(a.rank % 16 == 0, "up: found rank ", a.rank, ", accepted are multiples of 16");
+  a.codes = static_cast<const uint8_t*>(data_of(codes, "codes", codes, ScalarType::Byte, m * kp / 2));
+  a.group_scales = static_cast<const float*>(data_of(group_scales, "group_scales", codes, ScalarType::Float, kp / 64 * mp));
+  a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, m, 4));
+  a.weight = static_cast<const uint8_t*>(data_of(weight, "weight", codes, ScalarType::Byte, np * kp / 2));
+  a.weight_scales = static_cast<const float*>(data_of(weight_scales, "weight_scales", codes, ScalarType::Float, kp / 64 * np));
+  a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
+  a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
+  if (a.rank) {
+    STD_TORCH_CHECK(low.has_value(), "low: found none, accepted with an up is what cuda_quantize4 gave");
+    a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
+  }
+  static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+  Tensor y = torch::stable::new_empty(codes, {m, n}, kTypes[out]);
+  if (m == 0) return y;
+  a.y = y.mutable_data_ptr();
+  const char* wrong = cuda::launch_gemm_int4(a, device, current_stream(codes.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_linear4: ", wrong);
+  return y;
+}
+
+// In place: queries and keys of qkv [..., (heads + 2 kv_heads) * 128] are normed and rotated.
+static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, const Tensor& cosines,
+                           const Tensor& sines, int64_t heads, int64_t kv_heads, double eps) {
+  STD_TORCH_CHECK(qkv.is_cuda() && qkv.dim() >= 1, "qkv: accepted is a CUDA tensor");
+  STD_TORCH_CHECK(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads: found ", heads, " and ", kv_heads,
+                  ", accepted are multiples of the key-value heads");
+  const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
+  const cuda::Device device = device_of(qkv);
+  const int64_t width = (heads + 2 * kv_heads) * 128, m = qkv.numel() / width;
+  STD_TORCH_CHECK(qkv.size(qkv.dim() - 1) == width, "qkv: found ", qkv.size(qkv.dim() - 1), " columns, accepted are ", width,
+                  " (heads of 128)");
+  cuda::RopeArgs a{};
+  a.dtype = dtype_of(qkv);
+  a.qkv = const_cast<void*>(data_of(qkv, "qkv", qkv, qkv.scalar_type(), m * width));
+  a.q_norm = optional_data<float>(q_norm, "q_norm", qkv, ScalarType::Float, 128);
+  a.k_norm = optional_data<float>(k_norm, "k_norm", qkv, ScalarType::Float, 128);
+  a.cosines = static_cast<const float*>(data_of(cosines, "cosines", qkv, ScalarType::Float, m * 64));
+  a.sines = static_cast<const float*>(data_of(sines, "sines", qkv, ScalarType::Float, m * 64));
+  a.m = as_int(m * (heads + kv_heads), "rows") / static_cast<int>(heads + kv_heads);
+  a.heads = static_cast<int>(heads), a.kv_heads = static_cast<int>(kv_heads), a.eps = static_cast<float>(eps);
+  if (m == 0) return;
+  const char* wrong = cuda::launch_norm_rope(a, device, current_stream(qkv.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_norm_rope: ", wrong);
+}
+
+// 1 / sqrt(mean x^2 + eps) of every row, float32.
+static Tensor cuda_inverse_rms(const Tensor& x, double eps) {
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) > 0 && x.size(1) % 2 == 0,
+                  "x: accepted is a CUDA tensor [M, K], K even");
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const cuda::Device device = device_of(x);
+  const void* data = data_of(x, "x", x, x.scalar_type(), x.numel());
+  const cuda::Dtype dtype = dtype_of(x);
+  const int m = as_int(x.size(0), "M"), k = as_int(x.size(1), "K");
+  Tensor out = torch::stable::new_empty(x, {x.size(0)}, ScalarType::Float);
+  if (m == 0) return out;
+  const char* wrong = cuda::launch_inverse_rms(data, static_cast<float*>(out.mutable_data_ptr()), m, k,
+                                               static_cast<float>(eps), dtype, device, current_stream(x.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_inverse_rms: ", wrong);
+  return out;
 }
 
 #define LOWBIT_LIBRARY_IMPL(NAME, KEY, M) STABLE_TORCH_LIBRARY_IMPL(NAME, KEY, M)
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CUDA, m) {
   m.impl("cuda_quantize", TORCH_BOX(&cuda_quantize));
   m.impl("cuda_linear", TORCH_BOX(&cuda_linear));
+  m.impl("cuda_quantize4", TORCH_BOX(&cuda_quantize4));
+  m.impl("cuda_linear4", TORCH_BOX(&cuda_linear4));
+  m.impl("cuda_norm_rope", TORCH_BOX(&cuda_norm_rope));
+  m.impl("cuda_inverse_rms", TORCH_BOX(&cuda_inverse_rms));
 }

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 # (folder, ending) -> lines that are a habit; more is reported, not refused
 HABITS = {("src", ".py"): 300, ("csrc", ".h"): 420, ("csrc", ".cpp"): 420}
 LAYERS = (
-    ("cli",), ("bench",), ("prove",), ("engines",), ("models", "functional"), ("nn",), ("dispatch",),
-    ("formats", "quantize", "layouts", "ops", "checkpoint"), ("reference",), ("types",),
+    ("cli",), ("bench",), ("prove",), ("engines",), ("models", "functional"), ("nn",), ("cuda",), ("dispatch",),
+    ("formats", "quantize", "layouts", "ops_cuda", "checkpoint"), ("ops",), ("reference",), ("types",),
 )  # fmt: skip
 
 

@@ -308,7 +308,7 @@ __device__ __forceinline__ void store_tile(const Cta<C>& c, const GemmArgs& a, c
   const uint32_t chunk = ((2 * w4 + (mat & 1)) ^ i8) * 16;
   const bool bf16 = a.dtype == Dtype::kBfloat16;
   auto y = [&](int j, int q, int e, float2 x) {
-    return f[4 * j + 2 * q + e] * (e ? x.y : x.x) + (q ? bias.y : bias.x);
+    return fmaf(f[4 * j + 2 * q + e], e ? x.y : x.x, q ? bias.y : bias.x);
   };
   if (a.dtype == Dtype::kFloat32) {  // straight from the registers
 #pragma unroll

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv(const LinearArgs a) {
       for (int q = 0; q < 4; q++) {
         const int m = token + (q & 1), n = group * 16 + v.g + 8 * (q >> 1);
         if (m < a.m && n < a.n)
-          store_one(a.y, (size_t)m * a.n + n, f[q] * sx[q & 1] + (q < 2 ? tail.bias.x : tail.bias.y), a.dtype);
+          store_one(a.y, (size_t)m * a.n + n, fmaf(f[q], sx[q & 1], q < 2 ? tail.bias.x : tail.bias.y), a.dtype);
       }
     }
     turn ^= 1;  // one barrier a group is enough: these sums are read before the next but one are written

@@ -1,11 +1,14 @@
 // Rows of x -> int8, with what stands before and beside it, in one read of x:
 //
-//   load (gate * silu, + residual) -> RMS norm -> / smooth -> Hadamard -> amax -> int8 codes, and fp16 of the same values
-//   before rounding to integers -> . down (matrix instructions) -> fixed-order sum -> low
+//   load (gate * silu, + residual) -> * norm weight -> / smooth -> Hadamard -> amax -> int8 codes, and fp16 of the same
+//   values before rounding to integers -> . down (matrix instructions) -> fixed-order sum -> low
 //
+// The factor of an RMS norm changes no code: it only multiplies the row's scale, so its sum is off the path.
 // A CTA takes up to 8 rows. A row belongs to `kThreads` neighbouring threads, a thread has units of 16 columns: four
-// strides of the Hadamard are inside a thread, two between four lanes. Nothing depends on how many rows there are: sums
-// run over units, and over eight slices of the columns, in one order, so a row of a batch has the bits of that row alone.
+// strides of the Hadamard are inside a thread, two between four lanes. Everything is asked for before anything is used:
+// down goes to shared memory meanwhile. Nothing depends on how many rows there are: sums run over units, and over eight
+// slices of the columns, in one order, so a row of a batch has the bits of that row alone.
+// Few rows, sm_90: a cluster of 8 CTAs a row, each with one slice of down; the first one writes.
 #include "launch.cuh"
 #include "tile.cuh"
 
@@ -13,40 +16,45 @@ namespace lowbit::cuda {
 
 constexpr int kUnit = 16, kSlices = 8, kRows = 8;
 constexpr float kTiny = 0x1p-100f;  // a row below this is zero
+constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, whose low byte is the low byte of the bits
 
-LOWBIT_DEVICE float from_bf16(uint32_t half) { return __uint_as_float(half << 16); }
-
-// 16 columns as float32.
-LOWBIT_DEVICE void load_unit(float (&v)[kUnit], const void* x, size_t at, Dtype dtype) {
+struct Raw {  // 16 columns as they lie in memory; fp16 and bf16 use the first half
+  uint4 q[4];
+};
+LOWBIT_DEVICE void fetch(Raw& r, const void* x, size_t at, Dtype dtype) {
   if (dtype == Dtype::kFloat32) {
-    const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(x) + at);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float4 q = p[i];
-      v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
-    }
-    return;
+    for (int i = 0; i < 4; i++) r.q[i] = p[i];
+  } else {
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + at);
+    r.q[0] = p[0], r.q[1] = p[1];
   }
-  const uint4* p = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + at);
-  const uint4 q[2] = {p[0], p[1]};
+}
+LOWBIT_DEVICE float2 widen(uint32_t w, bool bf16) {
+  return bf16 ? make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)) : half2_float2(w);
+}
+LOWBIT_DEVICE void to_floats(float (&v)[kUnit], const Raw& r, Dtype dtype) {
+  const uint32_t* w = reinterpret_cast<const uint32_t*>(r.q);
+  if (dtype == Dtype::kFloat32) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint32_t w = reinterpret_cast<const uint32_t*>(q)[i];
-    if (dtype == Dtype::kBfloat16) {
-      v[2 * i] = from_bf16(w & 0xFFFF), v[2 * i + 1] = __uint_as_float(w & 0xFFFF0000u);
-    } else {
-      const float2 f = half2_float2(w);
+    for (int i = 0; i < kUnit; i++) v[i] = __uint_as_float(w[i]);
+  } else {
+    const bool bf16 = dtype == Dtype::kBfloat16;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float2 f = widen(w[i], bf16);
       v[2 * i] = f.x, v[2 * i + 1] = f.y;
     }
   }
 }
 
-// x += residual, rounded to the dtype; the rounded sum goes to the residual and is what goes on.
-LOWBIT_DEVICE void add_residual(float (&v)[kUnit], void* residual, size_t at, Dtype dtype) {
-  float r[kUnit];
-  load_unit(r, residual, at, dtype);
+// v += what was fetched, rounded to the dtype; the rounded sum goes back and is what goes on.
+LOWBIT_DEVICE void add_residual(float (&v)[kUnit], const Raw& r, void* residual, size_t at, Dtype dtype) {
+  float old[kUnit];
+  to_floats(old, r, dtype);
 #pragma unroll
-  for (int i = 0; i < kUnit; i++) v[i] += r[i];
+  for (int i = 0; i < kUnit; i++) v[i] += old[i];
   if (dtype == Dtype::kFloat32) {
     float4* p = reinterpret_cast<float4*>(static_cast<float*>(residual) + at);
 #pragma unroll
@@ -54,37 +62,37 @@ LOWBIT_DEVICE void add_residual(float (&v)[kUnit], void* residual, size_t at, Dt
     return;
   }
   const bool bf16 = dtype == Dtype::kBfloat16;
-  uint4 q[2];
+  uint32_t w[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const uint32_t w = pack2(v[2 * i], v[2 * i + 1], bf16);
-    reinterpret_cast<uint32_t*>(q)[i] = w;
-    const float2 f = bf16 ? make_float2(from_bf16(w & 0xFFFF), __uint_as_float(w & 0xFFFF0000u)) : half2_float2(w);
+    w[i] = pack2(v[2 * i], v[2 * i + 1], bf16);
+    const float2 f = widen(w[i], bf16);
     v[2 * i] = f.x, v[2 * i + 1] = f.y;
   }
   uint4* p = reinterpret_cast<uint4*>(static_cast<uint16_t*>(residual) + at);
-  p[0] = q[0], p[1] = q[1];
+  p[0] = make_uint4(w[0], w[1], w[2], w[3]), p[1] = make_uint4(w[4], w[5], w[6], w[7]);
 }
 
-LOWBIT_DEVICE void gate(float (&v)[kUnit], const void* x, size_t at_up, Dtype dtype) {
+LOWBIT_DEVICE void gate(float (&v)[kUnit], const Raw& r, Dtype dtype) {
   float up[kUnit];
-  load_unit(up, x, at_up, dtype);
+  to_floats(up, r, dtype);
 #pragma unroll
   for (int i = 0; i < kUnit; i++) v[i] = __fdividef(v[i], 1.f + __expf(-v[i])) * up[i];
 }
 
-LOWBIT_DEVICE void scale_unit(float (&v)[kUnit], const float* by, bool divide, float factor) {
+template <bool divide>
+LOWBIT_DEVICE void scale_unit(float (&v)[kUnit], const float* by) {
   const float4* p = reinterpret_cast<const float4*>(by);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float4 q = __ldg(p + i);
+    const float4 q = p[i];
     const float s[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (int j = 0; j < 4; j++) v[4 * i + j] = divide ? __fdiv_rn(v[4 * i + j], s[j]) : (v[4 * i + j] * factor) * s[j];
+    for (int j = 0; j < 4; j++) v[4 * i + j] = divide ? __fdiv_rn(v[4 * i + j], s[j]) : v[4 * i + j] * s[j];
   }
 }
 
-// H64 / 8: strides 1, 2, 4, 8 here, 16 and 32 with the lanes 1 and 2 away.
+// H64 without its 1/8: strides 1, 2, 4, 8 here, 16 and 32 with the lanes 1 and 2 away.
 LOWBIT_DEVICE void hadamard(float (&v)[kUnit], int lane) {
 #pragma unroll
   for (int stride = 1; stride < kUnit; stride *= 2) {
@@ -104,8 +112,22 @@ LOWBIT_DEVICE void hadamard(float (&v)[kUnit], int lane) {
       v[i] = fmaf(sign, v[i], other);  // exact product: one rounding, as in a + b and a - b
     }
   }
+}
+
+// Bits of the largest |v|; NaN is above infinity is above all. Behind a Hadamard what is not finite in a block is in
+// its first column too, so the others take the cheaper maximum that passes NaN over.
+LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit], bool mixed) {
+  uint32_t most = __float_as_uint(v[0]) & 0x7FFFFFFFu;
+  if (mixed) {
+    float m = 0.f;
 #pragma unroll
-  for (int i = 0; i < kUnit; i++) v[i] *= 0.125f;
+    for (int i = 1; i < kUnit; i++) m = fmaxf(m, fabsf(v[i]));
+    most = max(most, __float_as_uint(m));
+  } else {
+#pragma unroll
+    for (int i = 1; i < kUnit; i++) most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
+  }
+  return most;
 }
 
 // Sum over the units of a row in one order, whatever the number of threads.
@@ -117,15 +139,15 @@ LOWBIT_DEVICE float sum_units(const float* sums, int units, int lane) {
   return s;
 }
 
-LOWBIT_DEVICE void store_codes(const float (&v)[kUnit], float factor, int8_t* row, int unit, bool tile_order) {
+// v is scaled to -127 .. 127.
+LOWBIT_DEVICE void store_codes(const float (&v)[kUnit], int8_t* row, int unit, bool tile_order) {
   uint32_t w[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    int q[4];
+    uint32_t q[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) q[j] = __float2int_rn(v[4 * i + j] * factor);
-    const uint32_t a = __byte_perm(q[0], q[1], 0x0040), b = __byte_perm(q[2], q[3], 0x0040);
-    w[i] = __byte_perm(a, b, 0x5410);
+    for (int j = 0; j < 4; j++) q[j] = __float_as_uint(v[4 * i + j] + kRound);
+    w[i] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
   }
   if (!tile_order) {
     *reinterpret_cast<uint4*>(row + unit * kUnit) = make_uint4(w[0], w[1], w[2], w[3]);
@@ -136,31 +158,97 @@ LOWBIT_DEVICE void store_codes(const float (&v)[kUnit], float factor, int8_t* ro
   for (int i = 0; i < 4; i++) to[4 * i] = w[i];  // slots (s, r) = (i / 2, i % 2)
 }
 
-// low = downT v for the rows of the CTA: v in fp16 in shared memory, [rows][kp + 8]. Slice by slice of the columns, then
-// the slices in order.
-LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const __half* v, float* parts, int rows, int first_row) {
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int steps = a.k / 16, chunks = a.rank / 16, stride = a.kp + 8, eights = (a.m + 7) / 8;
+// Codes of 4 bits, a scale per 64 columns (four lanes): sa = clip * amax / 7, q = clamp(rint(v / sa), -8, 7). `unit_of` is
+// what the values still lack (1/8 of the Hadamard), `norm` the factor of an RMS norm, which goes into the scale alone.
+LOWBIT_DEVICE void store_four(const QuantizeArgs& a, const float (&v)[kUnit], int m, int unit, float eighth, float norm) {
+  uint32_t most = largest(v, false);
+  most = max(most, __shfl_xor_sync(~0u, most, 1));
+  most = max(most, __shfl_xor_sync(~0u, most, 2));
+  const float amax = __uint_as_float(most) * eighth;
+  const bool usable = amax >= kTiny && most < 0x7F800000u;
+  const float scale = __fdiv_rn(a.clip * amax, 7.f);
+  uint32_t w[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kUnit; i++) {
+    const float q = fminf(fmaxf(rintf(__fdiv_rn(v[i] * eighth, usable ? scale : 1.f)), -8.f), 7.f);
+    w[i / 8] |= usable ? ((uint32_t)(int)q & 15u) << (4 * (i % 8)) : 0u;
+  }
+  if (m >= a.m || unit >= a.kp / kUnit) return;
+  const int mp = (a.m + 127) / 128 * 128;
+  *reinterpret_cast<uint2*>(a.codes + (size_t)m * (a.kp / 2) + unit * 8) = make_uint2(w[0], w[1]);
+  if (unit % 4 == 0) a.group_scales[(size_t)(unit / 4) * mp + m] = amax < kTiny ? 0.f : scale * norm;
+}
+
+struct Shape {  // of a launch
+  int rows;     // a CTA
+  int split;    // CTAs of a cluster that share the slices
+  int staged;   // chunks of 16 ranks whose down is in shared memory
+};
+
+LOWBIT_DEVICE void stage16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ptx::shared(to)), "l"(from) : "memory");
+}
+LOWBIT_DEVICE int slice_begin(const QuantizeArgs& a, int slice) { return a.k / 16 * slice / kSlices; }
+
+LOWBIT_DEVICE void stage_vector(float* to, const float* from, int k) {
+  for (int i = threadIdx.x; i < k / 4; i += blockDim.x) stage16(to + 4 * i, from + 4 * i);
+}
+// Asks for this CTA's slices of the staged chunks; they lie one behind the other.
+LOWBIT_DEVICE void stage_down(const QuantizeArgs& a, const Shape& shape, uint4* to, int rank) {
+  const int per = kSlices / shape.split, begin = slice_begin(a, rank * per), steps = slice_begin(a, (rank + 1) * per) - begin;
   const uint4* down = static_cast<const uint4*>(a.down);
-  for (int task = warp; task < chunks * kSlices; task += warps) {
-    const int chunk = task / kSlices, slice = task % kSlices;
-    const int begin = steps * slice / kSlices, end = steps * (slice + 1) / kSlices;
+  for (int c = 0; c < shape.staged; c++)
+    for (int i = threadIdx.x; i < steps * 32; i += blockDim.x)
+      stage16(to + c * steps * 32 + i, down + ((size_t)c * (a.k / 16) + begin) * 32 + i);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// low = downT v for the rows of the CTA: v in fp16 in shared memory, [rows][kp + 8]. Slice by slice of the columns, then
+// the slices in order. parts [chunk][slice][16 ranks][8 rows].
+LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, const uint4* staged, const __half* v, float* parts,
+                                 int first_row, int rank) {
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int chunks = a.rank / 16, stride = a.kp + 8, eights = (a.m + 7) / 8, per = kSlices / shape.split;
+  const int origin = slice_begin(a, rank * per), mine = slice_begin(a, (rank + 1) * per) - origin;
+  for (int task = warp; task < chunks * per; task += warps) {
+    const int chunk = task / per, slice = rank * per + task % per, begin = slice_begin(a, slice);
+    const int steps = slice_begin(a, slice + 1) - begin;
     float c[4] = {0.f, 0.f, 0.f, 0.f};
-    const __half* row = v + (g < rows ? g : 0) * stride + 2 * t;
-    const uint4* from = down + (size_t)chunk * steps * 32 + lane;
-#pragma unroll 8
-    for (int s = begin; s < end; s++) {
-      const uint4 d = __ldg(from + s * 32);
+    const __half* row = v + (g < shape.rows ? g : 0) * stride + 2 * t + 16 * begin;
+    auto step = [&](const uint4& d, int s) {
       const uint32_t b0 = *reinterpret_cast<const uint32_t*>(row + 16 * s);
       const uint32_t b1 = *reinterpret_cast<const uint32_t*>(row + 16 * s + 8);
       ptx::mma_f16(c, d, b0, b1);
+    };
+    if (chunk < shape.staged) {
+      const uint4* from = staged + (chunk * mine + begin - origin) * 32 + lane;
+#pragma unroll 4
+      for (int s = 0; s < steps; s++) step(from[s * 32], s);
+    } else {
+      const uint4* from = static_cast<const uint4*>(a.down) + ((size_t)chunk * (a.k / 16) + begin) * 32 + lane;
+#pragma unroll 8
+      for (int s = 0; s < steps; s++) step(__ldg(from + s * 32), s);
     }
-    float* out = parts + task * 128;  // [16 ranks][8 rows]
-    out[g * 8 + 2 * t] = c[0], out[g * 8 + 2 * t + 1] = c[1];
-    out[(g + 8) * 8 + 2 * t] = c[2], out[(g + 8) * 8 + 2 * t + 1] = c[3];
+    float* out = parts + (chunk * kSlices + slice) * 128;
+    const int at[4] = {g * 8 + 2 * t, g * 8 + 2 * t + 1, (g + 8) * 8 + 2 * t, (g + 8) * 8 + 2 * t + 1};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#if __CUDA_ARCH__ >= 900
+      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(out + at[i]), 0)), "f"(c[i]) : "memory");
+#else
+      out[at[i]] = c[i];
+#endif
+    }
   }
+#if __CUDA_ARCH__ >= 900
+  if (shape.split > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    if (rank) return;
+  }
+#endif
   __syncthreads();
-  for (int i = threadIdx.x; i < chunks * 8 * rows; i += blockDim.x) {  // a pair of ranks of a row
+  for (int i = threadIdx.x; i < chunks * 8 * shape.rows; i += blockDim.x) {  // a pair of ranks of a row
     const int r = i % (chunks * 8) * 2, row = i / (chunks * 8), m = first_row + row;
     if (m >= a.m) continue;
     const float* p = parts + (r / 16) * kSlices * 128 + (r % 16) * 8 + row;
@@ -172,65 +260,80 @@ LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const __half* v, float* 
   }
 }
 
-// kUnits: units a thread. Shared memory: fp16 rows [rows][kp + 8] | parts | unit sums or per-warp maxima.
+// kUnits: units a thread. Shared memory: staged down | fp16 rows [rows][kp + 8] | parts | unit sums | maxima a warp.
 template <int kUnits, int kThreads>
-__global__ void __launch_bounds__(512, 1) quantize_rows(const QuantizeArgs a, int rows) {
-  extern __shared__ float4 raw[];
+__global__ void __launch_bounds__(512, 1) quantize_rows(const QuantizeArgs a, const Shape shape) {
+  extern __shared__ uint4 raw_rows[];
   const int chunks = a.rank / 16, stride = a.kp + 8, units = a.k / kUnit, all_units = a.kp / kUnit;
-  __half* halves = reinterpret_cast<__half*>(raw);
-  float* parts = reinterpret_cast<float*>(halves + (chunks ? rows * stride : 0));
-  float* sums = parts + chunks * kSlices * 128;
-  uint32_t* maxima = reinterpret_cast<uint32_t*>(sums + (a.norm ? rows * units : 0));
+  const int rank = shape.split > 1 ? blockIdx.x % shape.split : 0, per = kSlices / shape.split;
+  uint4* staged = raw_rows;
+  // Slices differ by a step at most; every CTA takes the room of the largest, so that parts lie alike in a cluster.
+  const int room = (a.k / 16 * per + kSlices - 1) / kSlices + 1;
+  __half* halves = reinterpret_cast<__half*>(staged + shape.staged * room * 32);
+  float* parts = reinterpret_cast<float*>(halves + (chunks ? shape.rows * stride : 0));
+  float* norms = parts + chunks * kSlices * 128;
+  float* smooths = norms + (a.norm ? a.k : 0);
+  float* sums = smooths + (a.smooth ? a.k : 0);
+  uint32_t* maxima = reinterpret_cast<uint32_t*>(sums + (a.norm ? shape.rows * units : 0));
   const int row = threadIdx.x / kThreads, lane = threadIdx.x & 31, r = threadIdx.x % kThreads;
-  const int first_row = blockIdx.x * rows, m = first_row + row;
+  const int first_row = blockIdx.x / shape.split * shape.rows, m = first_row + row;
   const bool live = m < a.m;
+#if __CUDA_ARCH__ >= 900
+  if (shape.split > 1) ptx::cluster_arrive();  // waited for before the first CTA's memory is written
+#endif
+  if (a.norm) stage_vector(norms, a.norm, a.k);
+  if (a.smooth) stage_vector(smooths, a.smooth, a.k);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  if (chunks) stage_down(a, shape, staged, rank);
+  else asm volatile("cp.async.commit_group;" ::: "memory");
   ptx::previous_grid();
   ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
 
   float v[kUnits][kUnit];
+  constexpr int kTogether = kUnits == 4 ? 1 : kUnits;  // units whose loads are in flight together: registers
+  const size_t first = (size_t)m * a.k * (a.silu ? 2 : 1), beside = a.silu ? first + a.k : (size_t)m * a.k;
+  const void* second = a.silu ? a.x : a.residual;
 #pragma unroll
-  for (int u = 0; u < kUnits; u++) {
-    const int unit = u * kThreads + r;
-    if (live && unit < units) {
-      load_unit(v[u], a.x, (size_t)m * a.k * (a.silu ? 2 : 1) + unit * kUnit, a.dtype);
-    } else {
+  for (int u0 = 0; u0 < kUnits; u0 += kTogether) {
+    Raw x[kTogether], other[kTogether];
 #pragma unroll
-      for (int i = 0; i < kUnit; i++) v[u][i] = 0.f;
+    for (int u = 0; u < kTogether; u++) {
+      const int unit = (u0 + u) * kThreads + r;
+      if (!live || unit >= units) continue;
+      fetch(x[u], a.x, first + unit * kUnit, a.dtype);
+      if (second) fetch(other[u], second, beside + unit * kUnit, a.dtype);
+    }
+    if (u0 == 0 && (a.norm || a.smooth)) {
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncthreads();
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; u++) {
+      const int unit = (u0 + u) * kThreads + r;
+      float(&w)[kUnit] = v[u0 + u];
+      if (!live || unit >= units) {
+#pragma unroll
+        for (int i = 0; i < kUnit; i++) w[i] = 0.f;
+        continue;
+      }
+      to_floats(w, x[u], a.dtype);
+      if (a.silu) gate(w, other[u], a.dtype);
+      else if (a.residual) add_residual(w, other[u], a.residual, (size_t)m * a.k + unit * kUnit, a.dtype);
+      if (a.norm) {
+        float s = 0.f;
+#pragma unroll
+        for (int i = 0; i < kUnit; i++) s = fmaf(w[i], w[i], s);
+        sums[row * units + unit] = s;
+        scale_unit<false>(w, norms + unit * kUnit);
+      }
+      if (a.smooth) scale_unit<true>(w, smooths + unit * kUnit);
     }
   }
+  uint32_t most = 0;
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
-    const int unit = u * kThreads + r;
-    if (!live || unit >= units) continue;
-    if (a.silu) gate(v[u], a.x, (size_t)m * a.k * 2 + a.k + unit * kUnit, a.dtype);
-    if (a.residual) add_residual(v[u], a.residual, (size_t)m * a.k + unit * kUnit, a.dtype);
-  }
-  if (a.norm) {
-#pragma unroll
-    for (int u = 0; u < kUnits; u++) {
-      float s = 0.f;
-#pragma unroll
-      for (int i = 0; i < kUnit; i++) s = fmaf(v[u][i], v[u][i], s);
-      const int unit = u * kThreads + r;
-      if (unit < units) sums[row * units + unit] = s;
-    }
-    __syncthreads();
-    const float mean = sum_units(sums + row * units, units, lane) / a.k;
-    const float factor = 1.f / sqrtf(mean + a.eps);
-#pragma unroll
-    for (int u = 0; u < kUnits; u++) {
-      const int unit = u * kThreads + r;
-      if (unit < units) scale_unit(v[u], a.norm + unit * kUnit, false, factor);
-    }
-  }
-  uint32_t most = 0;  // bits of |v|: NaN is above infinity is above all
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) {
-    const int unit = u * kThreads + r;
-    if (a.smooth && unit < units) scale_unit(v[u], a.smooth + unit * kUnit, true, 1.f);
     if (a.hadamard) hadamard(v[u], lane);
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) most = max(most, __float_as_uint(v[u][i]) & 0x7FFFFFFFu);
+    most = max(most, largest(v[u], a.hadamard));
   }
   most = __reduce_max_sync(~0u, most);
   constexpr int kWarps = kThreads / 32;
@@ -238,49 +341,64 @@ __global__ void __launch_bounds__(512, 1) quantize_rows(const QuantizeArgs a, in
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < kWarps; w++) most = max(most, maxima[row * kWarps + w]);
-  const float amax = __uint_as_float(most);
+  const float size = __uint_as_float(most), eighth = a.hadamard ? 0.125f : 1.f;
+  float norm = 1.f;
+  if (a.norm && (r < 32 || a.four)) norm = 1.f / sqrtf(sum_units(sums + row * units, units, lane) / a.k + a.eps);
+  const float amax = size * eighth;  // before the norm's factor
   const bool usable = amax >= kTiny && most < 0x7F800000u;
-  const float factor = usable ? __fdiv_rn(127.f, amax) : 0.f;
-  if (live && r == 0) a.scales[m] = amax < kTiny ? 0.f : __fdiv_rn(amax, 127.f);
+  const float factor = usable ? __fdiv_rn(127.f, amax) * eighth : 0.f;
+  if (live && r == 0 && rank == 0) a.scales[m] = amax < kTiny ? 0.f : __fdiv_rn(amax, 127.f) * norm;
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
     const int unit = u * kThreads + r;
+    if (a.four) store_four(a, v[u], rank == 0 ? m : a.m, unit, eighth, norm);
     if (unit >= all_units) continue;
-    if (!usable) {
 #pragma unroll
-      for (int i = 0; i < kUnit; i++) v[u][i] = 0.f;
-    }
-    if (live) store_codes(v[u], factor, a.codes + (size_t)m * a.kp, unit, a.tile_order);
+    for (int i = 0; i < kUnit; i++) v[u][i] = usable ? v[u][i] * factor : 0.f;
     if (chunks) {
       uint32_t h[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++) h[i] = pack2(v[u][2 * i] * factor, v[u][2 * i + 1] * factor, false);
+      for (int i = 0; i < 8; i++) h[i] = pack2(v[u][2 * i], v[u][2 * i + 1], false);
       uint4* to = reinterpret_cast<uint4*>(halves + row * stride + unit * kUnit);
       to[0] = make_uint4(h[0], h[1], h[2], h[3]), to[1] = make_uint4(h[4], h[5], h[6], h[7]);
     }
+    if (live && rank == 0 && !a.four) store_codes(v[u], a.codes + (size_t)m * a.kp, unit, a.tile_order);
   }
   if (!chunks) return;
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+  if (shape.split > 1) ptx::cluster_wait();
+#endif
   __syncthreads();
-  multiply_down(a, halves, parts, rows, first_row);
+  multiply_down(a, shape, staged, halves, parts, first_row, rank);
 }
 
 template <int kUnits, int kThreads>
 static const char* launch(const QuantizeArgs& a, const Device& device, Stream stream) {
   const void* kernel = reinterpret_cast<const void*>(quantize_rows<kUnits, kThreads>);
   constexpr int kMost = 512 / kThreads < kRows ? 512 / kThreads : kRows;
-  int rows = (a.m + device.multiprocessors - 1) / device.multiprocessors;
-  if (rows > kMost) rows = kMost;
-  const auto bytes = [&](int rows) {
-    return (a.rank ? rows * (a.kp + 8) * 2 + a.rank / 16 * kSlices * 512 : 0) + (a.norm ? rows * (a.k / kUnit) * 4 : 0) +
-           rows * (kThreads / 32) * 4 + 16;
+  Shape shape{(a.m + device.multiprocessors - 1) / device.multiprocessors, 1, 0};
+  if (shape.rows > kMost) shape.rows = kMost;
+  if (a.rank && a.m <= 16 && device.capability >= 90) shape.split = kSlices, shape.rows = 1;
+  const int room = ((a.k / 16 * (kSlices / shape.split) + kSlices - 1) / kSlices + 1) * 512;  // bytes a chunk
+  const auto bytes = [&] {
+    return shape.staged * room + (a.rank ? shape.rows * (a.kp + 8) * 2 + a.rank / 16 * kSlices * 512 : 0) +
+           (a.norm ? (shape.rows * (a.k / kUnit) + a.k) * 4 : 0) + (a.smooth ? a.k * 4 : 0) + shape.rows * (kThreads / 32) * 4 + 16;
   };
-  while (rows > 1 && bytes(rows) > device.shared) rows--;
-  if (bytes(rows) > device.shared) return "K: one row with its low rank does not fit the shared memory";
+  while (shape.rows > 1 && bytes() > device.shared) shape.rows--;
+  if (bytes() > device.shared) return "K: one row with its low rank does not fit the shared memory";
+  while (shape.staged < a.rank / 16) {
+    shape.staged++;
+    if (bytes() > device.shared) {
+      shape.staged--;
+      break;
+    }
+  }
   static bool allowed[kMostDevices];
   if (const char* wrong = allow_shared(kernel, device.shared, device, allowed)) return wrong;
   QuantizeArgs copy = a;
-  void* args[] = {&copy, &rows};
-  return start(kernel, (a.m + rows - 1) / rows, rows * kThreads, bytes(rows), 1, device,
+  void* args[] = {&copy, &shape};
+  return start(kernel, (a.m + shape.rows - 1) / shape.rows * shape.split, shape.rows * kThreads, bytes(), shape.split, device,
                stream, args);
 }
 

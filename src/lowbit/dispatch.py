@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from . import layouts, ops
+from . import layouts, ops, ops_cuda
 from .types import QuantizedWeight
 
 
@@ -29,6 +29,12 @@ def _int_panels(bits: int, q: QuantizedWeight, device: str) -> str | None:
     return None
 
 
+def _tiles(q: QuantizedWeight, device: str) -> str | None:
+    if not device.startswith("cuda"):
+        return f"the tensors are on {device}"
+    return ops_cuda.refuses(device) or layouts.mma_tiles.refuses(q)
+
+
 def _takes_everything(q: QuantizedWeight, device: str) -> str | None:
     return None
 
@@ -36,6 +42,7 @@ def _takes_everything(q: QuantizedWeight, device: str) -> str | None:
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu_linear_w4", layouts.MACHINE, partial(_int_panels, 4)),
     Kernel("cpu_linear_w8", layouts.MACHINE, partial(_int_panels, 8)),
+    Kernel("cuda_tiles", "mma_tiles", _tiles),
     Kernel("reference", "plain", _takes_everything),
 )
 

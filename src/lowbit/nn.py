@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, layouts, ops, reference
+from . import dispatch, layouts, ops, ops_cuda, reference
+from .cuda import DeviceLinear, FourBitLinear
 from .formats.tensors import from_awq_tensors, from_gptq_tensors
 from .layouts import panels
 from .quantize import effective, rtn
@@ -53,6 +54,7 @@ class QuantLinear(torch.nn.Module):
         declared: Activation | None = None,
         plain: QuantizedWeight | None = None,
         choice: dispatch.Choice | None = None,
+        on_device: DeviceLinear | None = None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
@@ -62,11 +64,13 @@ class QuantLinear(torch.nn.Module):
         self.declared = declared  # what a save writes; None: what runs
         self._activation_bits = 8
         self.plain, self.choice = plain, choice  # `plain` is kept only where the reference runs
+        self.on_device = on_device  # on a CUDA device it holds the weight, and `packed` is empty
+        self.on_int4: FourBitLinear | None = None  # beside it, while `activation_bits` is 4
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
         self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
         self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).clone())
-        factors = _branch(low_rank) if self.rank and plain is None else (None, None)
+        factors = _branch(low_rank) if self.rank and plain is None and on_device is None else (None, None)
         self.register_buffer("down", factors[0])
         self.register_buffer("up", factors[1])
 
@@ -96,6 +100,7 @@ class QuantLinear(torch.nn.Module):
         if value == 4 and self.activation is None:
             raise FormatError("activation_bits: found 4, accepted with float activations is 8")
         self._activation_bits = value
+        self._prepare()
 
     # -- making one -------------------------------------------------------------------------------------------------
 
@@ -110,11 +115,13 @@ class QuantLinear(torch.nn.Module):
             if declared.bits == 4 and activation is not None:
                 four, activation = declared, "token" if q.hadamard else "group"
         q.check_values()
-        choice = dispatch.choose(q, q.codes.device.type)
+        device = q.codes.device
+        choice = dispatch.choose(q, str(device))
         with torch.inference_mode(False), torch.no_grad():
-            runs_reference = choice.kernel.name == "reference"
-            return cls(
-                torch.empty(0, dtype=torch.uint8) if runs_reference else layouts.pack(q),
+            runs_reference, on_cuda = choice.kernel.name == "reference", choice.kernel.name == "cuda_tiles"
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            layer = cls(
+                empty if runs_reference or on_cuda else layouts.pack(q),
                 q.n,
                 q.k,
                 bits=q.bits,
@@ -129,7 +136,11 @@ class QuantLinear(torch.nn.Module):
                 declared=four,
                 plain=q if runs_reference else None,
                 choice=choice,
+                on_device=DeviceLinear(q) if on_cuda else None,
             )
+            if on_cuda and four is not None and q.bits == 4 and ops_cuda.has_int4(device):
+                layer.activation_bits = 4
+            return layer
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, scheme: str | Scheme) -> QuantLinear:
@@ -196,10 +207,17 @@ class QuantLinear(torch.nn.Module):
             raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., {self.in_features}]")
         if x.dtype not in ops.DTYPES:
             raise FormatError(f"x: found {x.dtype}, accepted are float32, bfloat16, float16")
-        if self.plain is not None:
+        y: Tensor
+        if self.on_device is not None and self.activation == "token" and self._activation_bits == 8:
+            y = self.on_device(x)
+            return y
+        if self.on_int4 is not None and self.activation is not None and self._activation_bits == 4:
+            y = self.on_int4(x)
+            return y
+        if self.plain is not None or self.on_device is not None:
             granularity: Any = self.activation or "none"
             activation = self._four() if self.activation_bits == 4 else Activation(8, granularity)
-            return reference.linear(x, self.plain, activation).to(x.dtype)
+            return reference.linear(x, self.to_quantized(), activation).to(x.dtype)
         if self.hadamard or self.rank or self._activation_bits == 4:
             return self._behind_transforms(x)
         return self._kernel(x, self._activation_code, self.perm, self.smooth)
@@ -256,6 +274,12 @@ class QuantLinear(torch.nn.Module):
             return self.plain
         if self.bits == 16:
             raise TypeError("float16 storage holds no codes; use dequantize()")
+        if self.on_device is not None:
+            codes, scales, low_rank = self.on_device.weights()
+            return QuantizedWeight(
+                codes, scales, self.group_size, self.bits, None, self.perm, low_rank, self.smooth, self.hadamard,
+                self.declares(), self.bias,
+            )  # fmt: skip
         codes, scales, zeros = layouts.unpack(
             self.packed, self.out_features, self.in_features, self.group_size, self.bits, symmetric=self.symmetric
         )
@@ -288,7 +312,8 @@ class QuantLinear(torch.nn.Module):
         """Bytes that a forward reads: the packed weight and its side tensors."""
         kept = (self.packed, self.bias, self.perm, self.smooth, self.down, self.up)
         plain = () if self.plain is None else (self.plain.codes, self.plain.scales, self.plain.zeros)
-        return sum(t.numel() * t.element_size() for t in (*kept, *plain) if t is not None)
+        there = () if self.on_device is None else tuple(self.on_device.buffers())
+        return sum(t.numel() * t.element_size() for t in (*kept, *plain, *there) if t is not None)
 
     def explain(self) -> dict[str, Any]:
         """Which kernel runs and why the faster ones do not."""
@@ -296,7 +321,7 @@ class QuantLinear(torch.nn.Module):
         passed = [] if self.choice is None else list(self.choice.passed_over)
         return {
             "kernel": kernel,
-            "tier": None if kernel == "reference" else ops.cpu_isa(),
+            "tier": ops.cpu_isa() if kernel.startswith("cpu") else None,
             "activation": self.activation or "float",
             "declared_activation_bits": self.declares().bits,
             "hadamard": self.hadamard,
@@ -315,11 +340,43 @@ class QuantLinear(torch.nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Device moves only: half(), bfloat16() and the like must not round what the kernel reads as it is."""
+        """Device moves only: half(), bfloat16() and the like must not round what the kernel reads as it is. From one kind
+        of device to the other the weight is packed anew."""
+        here = self.packed.device
+        target = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
+        if target.type != here.type and "meta" not in (target.type, here.type) and self.bits != 16:
+            return self._move(target)
+        for part in (self.on_device, self.on_int4):
+            if part is not None:
+                part._apply(fn, recurse)
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         return self
+
+    def _move(self, target: torch.device) -> QuantLinear:
+        q = self.to_quantized()
+        moved = {
+            name: t.to(target)
+            for name in ("codes", "scales", "zeros", "perm", "smooth", "bias")
+            if (t := getattr(q, name)) is not None
+        }
+        low = None if q.low_rank is None else LowRank(*(t.to(target) for t in q.low_rank))
+        there = QuantLinear.from_quantized(q.with_(**moved, low_rank=low), self.activation)
+        for name in ("packed", "bias", "perm", "smooth", "down", "up"):
+            self._buffers[name] = there._buffers[name]
+        self.plain, self.choice, self.on_device = there.plain, there.choice, there.on_device
+        self._prepare()
+        return self
+
+    def _prepare(self) -> None:
+        """The second packing that 4-bit activations want on a CUDA device."""
+        four = self._four()
+        wanted = self.on_device is not None and self._activation_bits == 4 and self.bits == 4
+        if wanted and four.granularity == "group" and self.in_features % 64 == 0:
+            self.on_int4 = FourBitLinear(self.to_quantized(), four.clip)
+        else:
+            self.on_int4 = None
 
 
 def _branch(low_rank: LowRank | None) -> tuple[Tensor | None, Tensor | None]:

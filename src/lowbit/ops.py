@@ -13,8 +13,6 @@ torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
 _OPS = getattr(torch.ops, NAMESPACE)
 _linear = _OPS.linear.default
 _quantize_rows = _OPS.quantize_rows.default
-_cuda_quantize = _OPS.cuda_quantize.default
-_cuda_linear = _OPS.cuda_linear.default
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of x and y
 ACTIVATIONS = {"token": 0, "group": 1, None: 2}
@@ -117,126 +115,6 @@ def decoder_scratch(decoder: int, rows: int) -> int:
 
 
 decoder_step = _OPS.decoder_step.default  # no wrapper: once a token
-
-
-# -- CUDA: the schemas are in _C, the kernels in _cuda13, which is loaded where torch was built with CUDA 13 ---------------
-
-
-def _load_cuda() -> str:
-    """Load the second library; the reason why it was not, or ""."""
-    library = _LIBRARY.with_name("_cuda13.so")
-    version = torch.version.cuda
-    if version is None:
-        return "this torch has no CUDA"
-    if not version.startswith("13."):
-        return f"torch was built with CUDA {version}, accepted is 13.x"
-    if not library.exists():
-        return "this build of lowbit has no CUDA kernels (nvcc 13 was not found)"
-    try:
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        return f"_cuda13.so cannot be loaded: {error}"
-    return ""
-
-
-_NO_CUDA = _load_cuda()
-
-
-def cuda_refuses(device: torch.device | str | int) -> str | None:
-    """Why the CUDA kernels do not run on that device, or None: the build of torch, or the chip."""
-    if _NO_CUDA:
-        return _NO_CUDA
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {major}.{minor}, accepted are 8.0 and newer (Ampere, Ada, Hopper)"
-    return None
-
-
-@torch.library.register_fake(f"{NAMESPACE}::cuda_quantize")  # type: ignore[untyped-decorator]
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    smooth: Tensor | None,
-    down: Tensor | None,
-    rank: int,
-    hadamard: bool,
-    silu: bool,
-    tile_order: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
-    codes = x.new_empty(m, -(-k // 256) * 256, dtype=torch.int8)
-    low = x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
-    return codes, x.new_empty(m, dtype=torch.float32), low
-
-
-@torch.library.register_fake(f"{NAMESPACE}::cuda_linear")  # type: ignore[untyped-decorator]
-def _(
-    codes: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    weight: Tensor,
-    channel: Tensor,
-    bias: Tensor | None,
-    up: Tensor | None,
-    n: int,
-    mode: int,
-    out: int,
-    row: int = -1,
-) -> Tensor:
-    return codes.new_empty(codes.shape[0], n, dtype=DTYPES[out])
-
-
-def cuda_quantize(
-    x: Tensor,
-    *,
-    residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    smooth: Tensor | None = None,
-    down: Tensor | None = None,
-    hadamard: bool = False,
-    silu: bool = False,
-    tile_order: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., K] on a CUDA device -> codes int8 [M, KP], scales float32 [M], low float16 [R / 16, ceil(M / 8), 128].
-
-    In this order: silu(gate) * up of x [..., 2K]; x += ``residual`` [..., K], rounded and kept in it; RMS norm with
-    ``norm`` float32 [K] and ``eps``; / ``smooth`` float32 [K]; Hadamard over 64; 8 bits per row (reference.quantize_rows);
-    ``down`` (mma_tiles.Branch) times the same values in units of the row's scale. ``tile_order`` for cuda_linear's
-    GEMM, without it for its GEMV. RuntimeError names the argument that does not fit.
-    """
-    rank = 0 if down is None else down.shape[0] * 16
-    codes, scales, low = _cuda_quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, tile_order)
-    return codes, scales, low
-
-
-GEMV = -2  # of cuda_linear's row
-
-
-def cuda_linear(
-    codes: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    weight: Tensor,
-    channel: Tensor,
-    bias: Tensor | None,
-    up: Tensor | None,
-    n: int,
-    mode: int,
-    dtype: torch.dtype,
-    row: int = -1,
-) -> Tensor:
-    """y [M, n] = scales * (channel * (codes . weight) + up . low) + bias, from what cuda_quantize and mma_tiles give.
-
-    ``row``: GEMV (M <= 16, codes in plain order), -1 the GEMM by its table, else that row of tiles.
-    """
-    y: Tensor = _cuda_linear(codes, scales, low, weight, channel, bias, up, n, mode, DTYPES.index(dtype), row)
-    return y
 
 
 cpu_isa()  # a wrong QM_CPU_ISA is an error at import, not at the first layer

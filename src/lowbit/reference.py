@@ -155,7 +155,13 @@ def expand_int8(q: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def cuda_linear(
-    codes: Tensor, scales: Tensor, weight: Tensor, channel: Tensor, low: Tensor | None, up: Tensor | None, bias: Tensor | None
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    channel: Tensor,
+    low: Tensor | None,
+    up: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """What the CUDA kernels compute, float64 [M, N]: codes int8 [M, K] with scales [M]; weight float [N, K] without its
     channel scale [N]; low [M, R] in units of the row's scale; up [N, R]. Sums of integers are exact in float64."""
@@ -170,6 +176,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean x² + eps) * weight in float32, nothing rounded in between."""
     y = x.float()
     return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def norm_rope(x: Tensor, weight: Tensor | None, cosines: Tensor, sines: Tensor, eps: float) -> Tensor:
+    """Heads x [M, H, 128] -> RMS norm with ``weight`` [128] (None: none), columns i and i + 64 rotated by cosines and
+    sines [M, 64]; float32."""
+    y = x.float() if weight is None else rms_norm(x, weight, eps)
+    a, b = y[..., :64], y[..., 64:]
+    c, s = cosines[:, None], sines[:, None]
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import layouts, ops
-from lowbit.bench import chart, peers
+from lowbit.bench import chart, cuda_layers, peers
 from lowbit.bench.entry import Call, Entry, quantize
 from lowbit.bench.peers import PEERS
 from lowbit.bench.shell import integers, padded, sink, words
@@ -42,6 +42,8 @@ def main(
 ) -> int:
     """Run the cases, write a JSON line each, print a table last. Returns 0; FormatError for options that do not fit."""
     args = parser(prog, list(default_peers)).parse_args(argv)
+    if args.device == "cuda":
+        return _on_cuda(args)
     here = ops.cpu_isas()
     tiers = here if args.tier == "all" else [ops.cpu_isa() if t == "auto" else t for t in args.tier.split(",")]
     for tier in tiers:
@@ -72,6 +74,7 @@ def parser(prog: str, default_peers: list[str]) -> argparse.ArgumentParser:
     p.add_argument(
         "--shape", type=_shapes, default=[(4096, 4096)], metavar="NxK", help="out x in features, comma separated"
     )
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: our kernels and the peers in graphs")
     p.add_argument("--M", type=integers, default=[1, 4, 16, 128], metavar="M", help="rows of x, comma separated")
     p.add_argument("--group", type=int, default=128, help="group size of the 4-bit weights")
     p.add_argument("--threads", type=integers, default=[1], metavar="T")
@@ -89,6 +92,23 @@ def parser(prog: str, default_peers: list[str]) -> argparse.ArgumentParser:
     )
     p.add_argument("--chart", metavar="FILE", help="draw the rows as an SVG bar chart")
     return p
+
+
+def _on_cuda(args: argparse.Namespace) -> int:
+    lines = []
+    facts = machine()
+    with sink(args.json) as write, torch.inference_mode():
+        for line in cuda_layers.run(args.shape, args.M, list(cuda_layers.MODES)):
+            lines.append({**facts, **line})
+            write(json.dumps(lines[-1]))
+    if args.json != "-":
+        rows = [
+            [f"{x['n']}x{x['k']} {x['name']}", str(x["m"]), f"{x['cold_us']:.2f}", f"{x['warm_us']:.2f}"]
+            for x in lines
+            if "name" in x
+        ]
+        print("\n".join(padded([["", "M", "us, cold L2", "us, warm"], *rows])))
+    return 0
 
 
 def run_shape(n: int, k: int, args: argparse.Namespace, tiers: list[str], threads: int) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..reference import expand, two_level
+from ..reference import two_level
 from ..types import FormatError, LowRank, QuantizedWeight
 
 CHANNELS, COLUMNS, GROUP, K_STEP = 64, 128, 64, 256
@@ -97,6 +97,23 @@ def pack(q: QuantizedWeight) -> Tiles:
     return Tiles(packed, pad(channel, (0, rows)), mode)
 
 
+class Rows(NamedTuple):
+    """A 4-bit weight for INT4 tensor cores: rows as a checkpoint has them, N padded to 128, K to 256, with zeros."""
+
+    weight: Tensor  # uint8 [NP, KP / 2], two's complement, element 2j in the low nibble
+    scales: Tensor  # float32 [KP / 64, NP]
+
+
+def pack_rows(q: QuantizedWeight) -> Rows:
+    """For a 4-bit weight that ``refuses`` does not refuse."""
+    rows, columns = -q.n % 128, -q.k % K_STEP
+    codes = pad(q.codes & 15, (0, columns, 0, rows)).to(torch.uint8)
+    per = q.k if q.group_size == q.k else q.group_size
+    scales = q.scales.float().repeat_interleave(-(-per // GROUP), 1)[:, : -(-q.k // GROUP)]
+    wide = pad(scales, (0, (q.k + columns) // GROUP - scales.shape[1], 0, rows))
+    return Rows((codes[:, ::2] | codes[:, 1::2] << 4).contiguous(), wide.T.contiguous())
+
+
 def unpack(tiles: Tiles, n: int, k: int) -> tuple[Tensor, Tensor]:
     """-> codes int8 [n, k] and float32 scales [n, 1 or ceil(k / 64)], their product being the weight."""
     packed, channel, mode = tiles
@@ -117,15 +134,29 @@ def unpack(tiles: Tiles, n: int, k: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8) - 8, scales[:n, : -(-k // GROUP)]
 
 
-def pack_branch(low_rank: LowRank, n: int) -> Branch:
-    """FormatError where fp16 cannot hold the factors."""
+def pack_branch(low_rank: LowRank, n: int, channels: int = CHANNELS) -> Branch:
+    """``up`` is padded to a multiple of ``channels``. FormatError where fp16 cannot hold the factors."""
     down, up = (t.detach().float() for t in low_rank)
     most = down.abs().sum(0) * 127 / 65504
     shift = torch.where(most > 1, most.log2().ceil(), torch.zeros_like(most))
     down, up = (down * 2.0**-shift).half(), (up * 2.0**shift).half()
     if not bool(torch.isfinite(down).all()) or not bool(torch.isfinite(up).all()):
-        raise FormatError("low_rank: found values beyond float16, accepted is at most 65504 once the factors are balanced")
-    return Branch(_operand(down.T), _operand(pad(up, (0, 0, 0, -n % CHANNELS)).T, transpose=True))
+        raise FormatError(
+            "low_rank: found values beyond float16, accepted is at most 65504 once the factors are balanced"
+        )
+    return Branch(_operand(down.T), _operand(pad(up, (0, 0, 0, -n % channels)).T, transpose=True))
+
+
+def unpack_branch(branch: Branch, n: int) -> LowRank:
+    """The factors as they were packed, float16; a power of two may have moved from one to the other."""
+    chunks, columns = branch.down.shape[:2]
+    rows = branch.up.shape[1]
+    # g, t, column half, row half, pair -> (row half, g), (column half, t, pair)
+    down = branch.down.reshape(chunks, columns, 8, 4, 2, 2, 2).permute(1, 4, 3, 6, 0, 5, 2)
+    up = branch.up.reshape(chunks, rows, 8, 4, 2, 2, 2).permute(1, 5, 2, 0, 4, 3, 6)
+    return LowRank(
+        down.reshape(columns * 16, chunks * 16).contiguous(), up.reshape(rows * 16, chunks * 16)[:n].contiguous()
+    )
 
 
 def pack_low(low: Tensor) -> Tensor:
@@ -145,9 +176,11 @@ def _operand(matrix: Tensor, transpose: bool = False) -> Tensor:
     """[R, C] float16 -> A operands of 16 x 16, lane = 4g + t: rows g, g+8 and columns 2t, 2t+1, 2t+8, 2t+9 of a block.
     Rows are ranks (down), or with ``transpose`` the C (up). -> [R / 16, C / 16, 32, 8]"""
     r, c = matrix.shape
-    blocks = matrix.reshape(r // 16, 16, c // 16, 16).permute(0, 2, 3, 1) if transpose else matrix.reshape(
-        r // 16, 16, c // 16, 16
-    ).permute(0, 2, 1, 3)
+    blocks = (
+        matrix.reshape(r // 16, 16, c // 16, 16).permute(0, 2, 3, 1)
+        if transpose
+        else matrix.reshape(r // 16, 16, c // 16, 16).permute(0, 2, 1, 3)
+    )
     lanes = blocks.reshape(r // 16, c // 16, 2, 8, 2, 4, 2)  # row half, g, column half, t, pair
     return lanes.permute(0, 1, 3, 5, 4, 2, 6).reshape(r // 16, c // 16, 32, 8).contiguous()
 
@@ -167,8 +200,12 @@ def _side(values: Tensor) -> Tensor:
 
 def _bytes(codes: Tensor) -> Tensor:
     n, k = codes.shape
-    chunks = tile_order(codes).reshape(n // 64, 64, k // 128, 8, 16).permute(0, 2, 1, 3, 4).contiguous().view(torch.uint8)
-    return chunks.gather(3, _swizzle(codes.device).expand(n // 64, k // 128, -1, -1, 16)).reshape(n // 64, k // 128, 8192)
+    chunks = (
+        tile_order(codes).reshape(n // 64, 64, k // 128, 8, 16).permute(0, 2, 1, 3, 4).contiguous().view(torch.uint8)
+    )
+    return chunks.gather(3, _swizzle(codes.device).expand(n // 64, k // 128, -1, -1, 16)).reshape(
+        n // 64, k // 128, 8192
+    )
 
 
 def _swizzle(device: torch.device) -> Tensor:
@@ -183,6 +220,3 @@ def _half_scales(scales: Tensor) -> tuple[Tensor, Tensor] | None:
     channel = torch.where(exponent > 15, exponent - 15, torch.where(exponent < -2, exponent + 2, 0)).float().exp2()
     half = (s / channel[:, None]).half()
     return (half, channel) if torch.equal(half.float() * channel[:, None], s) else None
-
-
-__all__ = ["Branch", "Tiles", "expand", "pack", "pack_branch", "pack_low", "plain_order", "tile_order", "unpack", "unpack_low"]

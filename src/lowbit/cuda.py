@@ -1,0 +1,120 @@
+"""A quantized linear layer on a CUDA device: what it keeps there, and its two launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import ops_cuda
+from .layouts import mma_tiles
+from .types import LowRank, QuantizedWeight
+
+FEW = 16  # rows of x up to which the GEMV runs
+
+
+class _Kept(torch.nn.Module):
+    """Buffers that never change dtype with ``half()`` and the like."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Kept:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
+        return self
+
+
+class FourBitLinear(_Kept):
+    """The same layer with 4-bit activations in groups of 64 on INT4 tensor cores (emulated, slowly, on Hopper)."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    smooth: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+    def __init__(self, q: QuantizedWeight, clip: float) -> None:
+        super().__init__()
+        self.n, self.hadamard, self.clip = q.n, bool(q.hadamard), clip
+        rows = mma_tiles.pack_rows(q)
+        bias = None if q.bias is None else torch.nn.functional.pad(q.bias.detach().float(), (0, -q.n % 128))
+        branch = None
+        if q.low_rank is not None and q.low_rank.down.shape[1]:
+            branch = mma_tiles.pack_branch(q.low_rank, q.n, 128)
+        smooth = None if q.smooth is None else q.smooth.detach().float().contiguous()
+        for name, tensor in {
+            "weight": rows.weight,
+            "scales": rows.scales,
+            "bias": bias,
+            "smooth": smooth,
+            "down": None if branch is None else branch.down,
+            "up": None if branch is None else branch.up,
+        }.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, groups, scales, low = ops_cuda.quantize4(
+            x, smooth=self.smooth, down=self.down, hadamard=self.hadamard, clip=self.clip
+        )
+        y = ops_cuda.linear4(codes, groups, scales, low, self.weight, self.scales, self.bias, self.up, self.n, x.dtype)
+        return y.reshape(*x.shape[:-1], self.n)
+
+
+class DeviceLinear(_Kept):
+    """y [..., N] of x [..., K] with 8-bit activations per token, for a weight that ``mma_tiles.refuses`` does not refuse.
+
+    Two launches: rows of x to int8 (smoothing, Hadamard and the low rank's first half on the way), then the product
+    with the low rank's second half and the bias in its end.
+    """
+
+    weight: Tensor
+    channel: Tensor
+    bias: Tensor | None
+    smooth: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+    def __init__(self, q: QuantizedWeight) -> None:
+        super().__init__()
+        self.n, self.k, self.hadamard = q.n, q.k, bool(q.hadamard)
+        self.bits, self.group_size = q.bits, q.group_size
+        self.dtypes = (q.scales.dtype, None if q.low_rank is None else q.low_rank.down.dtype)
+        tiles = mma_tiles.pack(q)
+        self.mode = tiles.mode
+        self.register_buffer("weight", tiles.weight)
+        self.register_buffer("channel", tiles.channel)
+        wide = None if q.bias is None else torch.nn.functional.pad(q.bias.detach().float(), (0, -q.n % 64))
+        self.register_buffer("bias", wide)
+        self.register_buffer("smooth", None if q.smooth is None else q.smooth.detach().float().contiguous())
+        branch = None
+        if q.low_rank is not None and q.low_rank.down.shape[1]:
+            branch = mma_tiles.pack_branch(q.low_rank, q.n)
+        self.register_buffer("down", None if branch is None else branch.down)
+        self.register_buffer("up", None if branch is None else branch.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = x.numel() <= FEW * self.k and self.mode != mma_tiles.W8
+        codes, scales, low = ops_cuda.quantize(
+            x, smooth=self.smooth, down=self.down, hadamard=self.hadamard, tile_order=not few
+        )
+        # Rows whose bytes are no multiple of 16 cannot be addressed by the copy engine: float32 and a cast.
+        dtype = x.dtype if self.n % 8 == 0 else torch.float32
+        row = ops_cuda.GEMV if few else -1
+        y = ops_cuda.linear(
+            codes, scales, low, self.weight, self.channel, self.bias, self.up, self.n, self.mode, dtype, row
+        )
+        return y.to(x.dtype).reshape(*x.shape[:-1], self.n)
+
+    def weights(self) -> tuple[Tensor, Tensor, LowRank | None]:
+        """(codes, scales, low rank) as QuantizedWeight has them; the low rank up to a power of two between its factors."""
+        tiles = mma_tiles.Tiles(self.weight, self.channel, self.mode)
+        codes, scales = mma_tiles.unpack(tiles, self.n, self.k)
+        if self.group_size == self.k:
+            scales = scales[:, :1]
+        else:
+            scales = scales[:, :: self.group_size // mma_tiles.GROUP]
+        low = None
+        if self.down is not None and self.up is not None:
+            low = mma_tiles.unpack_branch(mma_tiles.Branch(self.down, self.up), self.n)
+        return codes, scales.to(self.dtypes[0]).contiguous(), low

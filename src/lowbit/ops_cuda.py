@@ -1,0 +1,257 @@
+"""The operators of the CUDA library, their shapes for torch.compile, and nothing else.
+
+The schemas are in _C (csrc/torch_ops.cpp), so that every build of torch can trace them; the kernels are in _cuda13, which
+is loaded where torch was built with CUDA 13.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+_LIBRARY = Path(__file__).with_name("_cuda13.so")
+_OPS = getattr(torch.ops, ops.NAMESPACE)
+_quantize = _OPS.cuda_quantize.default
+_linear = _OPS.cuda_linear.default
+
+
+def _load_cuda() -> str:
+    """Load the second library; the reason why it was not, or ""."""
+    version = torch.version.cuda
+    if version is None:
+        return "this torch has no CUDA"
+    if not version.startswith("13."):
+        return f"torch was built with CUDA {version}, accepted is 13.x"
+    if not _LIBRARY.exists():
+        return "this build of lowbit has no CUDA kernels (nvcc 13 was not found)"
+    try:
+        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return f"_cuda13.so cannot be loaded: {error}"
+    return ""
+
+
+_NO_CUDA = _load_cuda()
+
+
+def refuses(device: torch.device | str | int) -> str | None:
+    """Why the CUDA kernels do not run on that device, or None: the build of torch, or the chip."""
+    if _NO_CUDA:
+        return _NO_CUDA
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {major}.{minor}, accepted are 8.0 and newer (Ampere, Ada, Hopper)"
+    return None
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_quantize")  # type: ignore[untyped-decorator]
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    smooth: Tensor | None,
+    down: Tensor | None,
+    rank: int,
+    hadamard: bool,
+    silu: bool,
+    tile_order: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
+    codes = x.new_empty(m, -(-k // 256) * 256, dtype=torch.int8)
+    low = x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
+    return codes, x.new_empty(m, dtype=torch.float32), low
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear")  # type: ignore[untyped-decorator]
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    low: Tensor | None,
+    weight: Tensor,
+    channel: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    n: int,
+    mode: int,
+    out: int,
+    row: int = -1,
+) -> Tensor:
+    return codes.new_empty(codes.shape[0], n, dtype=ops.DTYPES[out])
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_norm_rope")  # type: ignore[untyped-decorator]
+def _(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosines: Tensor,
+    sines: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> None:
+    return None
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_inverse_rms")  # type: ignore[untyped-decorator]
+def _(x: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def norm_rope(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosines: Tensor,
+    sines: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float = 1e-6,
+) -> None:
+    """In place on qkv [..., (heads + 2 * kv_heads) * 128], queries, keys, values side by side: RMS norm of every query and
+    key head with ``q_norm``, ``k_norm`` float32 [128] (None: none), then rotation of columns i and i + 64 by ``cosines``,
+    ``sines`` float32 [M, 64]; float32 inside, one rounding."""
+    _OPS.cuda_norm_rope.default(qkv, q_norm, k_norm, cosines, sines, heads, kv_heads, eps)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean x² + eps) of every row of x [M, K], float32 [M]."""
+    y: Tensor = _OPS.cuda_inverse_rms.default(x, eps)
+    return y
+
+
+def quantize(
+    x: Tensor,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    smooth: Tensor | None = None,
+    down: Tensor | None = None,
+    hadamard: bool = False,
+    silu: bool = False,
+    tile_order: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., K] on a CUDA device -> codes int8 [M, KP], scales float32 [M], low float16 [R / 16, ceil(M / 8), 128].
+
+    In this order: silu(gate) * up of x [..., 2K]; x += ``residual`` [..., K], rounded and kept in it; RMS norm with
+    ``norm`` float32 [K] and ``eps``; / ``smooth`` float32 [K]; Hadamard over 64; 8 bits per row (reference.quantize_rows);
+    ``down`` (mma_tiles.Branch) times the same values in units of the row's scale. ``tile_order`` for linear's GEMM, without it for its GEMV. RuntimeError names the argument that does not fit.
+    """
+    rank = 0 if down is None else down.shape[0] * 16
+    codes, scales, low = _quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, tile_order)
+    return codes, scales, low
+
+
+GEMV, PORTABLE = -2, -3  # of linear's row
+
+
+def linear(
+    codes: Tensor,
+    scales: Tensor,
+    low: Tensor | None,
+    weight: Tensor,
+    channel: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    n: int,
+    mode: int,
+    dtype: torch.dtype,
+    row: int = -1,
+) -> Tensor:
+    """y [M, n] = scales * (channel * (codes . weight) + up . low) + bias, from what quantize and mma_tiles give.
+
+    ``row``: GEMV (M <= 16, codes in plain order), PORTABLE (the GEMM for any chip), -1 the chip's best GEMM, else that
+    row of Hopper's tiles.
+    """
+    y: Tensor = _linear(codes, scales, low, weight, channel, bias, up, n, mode, ops.DTYPES.index(dtype), row)
+    return y
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_quantize4")  # type: ignore[untyped-decorator]
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    smooth: Tensor | None,
+    down: Tensor | None,
+    rank: int,
+    hadamard: bool,
+    silu: bool,
+    clip: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
+    kp = -(-k // 256) * 256
+    codes, groups = x.new_empty(m, kp // 2, dtype=torch.uint8), x.new_empty(kp // 64, (m + 127) // 128 * 128)
+    low = x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
+    return codes, groups.float(), x.new_empty(m, dtype=torch.float32), low
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear4")  # type: ignore[untyped-decorator]
+def _(
+    codes: Tensor,
+    group_scales: Tensor,
+    scales: Tensor,
+    low: Tensor | None,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    n: int,
+    out: int,
+) -> Tensor:
+    return codes.new_empty(codes.shape[0], n, dtype=ops.DTYPES[out])
+
+
+def quantize4(
+    x: Tensor,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    smooth: Tensor | None = None,
+    down: Tensor | None = None,
+    hadamard: bool = False,
+    silu: bool = False,
+    clip: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``quantize``, but 4 bits in groups of 64 columns: codes uint8 [M, KP / 2] (element 2j low), their scales float32
+    [KP / 64, M rounded up to 128] = clip * amax / 7, the row's scale (the unit of ``low``), low."""
+    rank = 0 if down is None else down.shape[0] * 16
+    codes, groups, scales, low = _OPS.cuda_quantize4.default(
+        x, residual, norm, eps, smooth, down, rank, hadamard, silu, clip
+    )
+    return codes, groups, scales, low
+
+
+def linear4(
+    codes: Tensor,
+    group_scales: Tensor,
+    scales: Tensor,
+    low: Tensor | None,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    up: Tensor | None,
+    n: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y [M, n] on INT4 tensor cores, from what ``quantize4`` and mma_tiles.pack_rows give."""
+    y: Tensor = _OPS.cuda_linear4.default(
+        codes, group_scales, scales, low, weight, weight_scales, bias, up, n, ops.DTYPES.index(dtype)
+    )
+    return y
+
+
+def has_int4(device: torch.device | str | int) -> bool:
+    """Whether the chip multiplies 4-bit numbers by itself: Ampere and Ada do, Hopper and newer emulate it slowly."""
+    return torch.cuda.get_device_capability(device) in ((8, 0), (8, 6), (8, 7), (8, 9))

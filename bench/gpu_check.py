@@ -1,6 +1,6 @@
 """One run on a GPU: are the CUDA kernels right, and how fast. Builds nothing; every check stands alone.
 
-    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope module speed chain peers] [w8 w4ch w4two w4grp] [FILE.json]
+    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope module small speed chain peers] [w8 w4ch w4two w4grp] [FILE.json]
 
 Sections and modes in processes of their own (run_gpu_check.sh): a kernel that hangs or faults costs its own part only.
 
@@ -383,6 +383,39 @@ def int4() -> None:
     check("int4 exact", torch.equal(y.double(), plain_codes(codes) @ plain_codes(rows).T))
 
 
+def small() -> None:
+    """Every kernel once, small: for compute-sanitizer."""
+    for mode in MODES:
+        q = weight(mode, 384, 1024, exact=True)
+        for m in (5, 100):
+            linear(q, m, [*rows_of(mode), ops_cuda.PORTABLE], rank=16, bias=True)
+        linear(weight(mode, 128, 2048, exact=True), 100, list(rows_of(mode))[11:], rank=16)
+        if mode != "w8":
+            linear(q, 9, [ops_cuda.GEMV], rank=32, bias=True, exact=mode != "w4grp")
+    down = tiles.pack_branch(LowRank(torch.randn(1024, 32, device=DEVICE), torch.zeros(64, 32, device=DEVICE)), 64).down
+    w = torch.ones(1024, device=DEVICE)
+    for m in (3, 70):
+        x = torch.randn(m, 1024, device=DEVICE).half()
+        ops_cuda.quantize(x, residual=x.clone(), norm=w, smooth=w, eps=1e-6, hadamard=True, down=down)
+        codes, groups, scales, low = ops_cuda.quantize4(x, hadamard=True, down=down)
+        rows = tiles.pack_rows(weight("w4grp", 200, 1024, exact=False))
+        ops_cuda.linear4(codes, groups, scales, None, *rows, None, None, 200, torch.float16)
+        qkv = torch.randn(m, 4096, device=DEVICE).half()
+        angle = torch.zeros(m, 64, device=DEVICE)
+        ops_cuda.norm_rope(qkv, w[:128].clone(), None, angle, angle, 16, 8)
+        ops_cuda.inverse_rms(qkv, 1e-6)
+        ops_cuda.dequantize(
+            torch.zeros(3, 40, dtype=torch.uint8, device=DEVICE),
+            torch.ones(3, 2, device=DEVICE),
+            None,
+            80,
+            40,
+            4,
+            torch.float16,
+        )
+    torch.cuda.synchronize()
+
+
 def rope() -> None:
     g = torch.Generator(device=DEVICE).manual_seed(9)
     for m, heads, kv in ((1, 16, 8), (5, 4, 4), (685, 16, 8)):
@@ -502,6 +535,36 @@ def module() -> None:
             y = layer(x)
         side.synchronize()
         check(f"{scheme_mode} side stream", torch.equal(y, layer(x)))
+    # what the integer kernels do not take, in float
+    g = torch.Generator().manual_seed(2)
+    gptq = QuantizedWeight(
+        torch.randint(0, 16, (96, 160), generator=g, dtype=torch.uint8), torch.rand(96, 5, generator=g).half() / 100, 32, 4,
+        zeros=torch.randint(0, 16, (96, 5), generator=g, dtype=torch.uint8), perm=torch.randperm(160, generator=g).int(),
+        bias=torch.randn(96, generator=g),
+    )  # fmt: skip
+    asked = QuantLinear.from_quantized(weight("w4grp", 64, 256, exact=False), None)
+    check(
+        "float activations by wish",
+        asked.on_float is not None and asked(torch.randn(3, 256, device=DEVICE)).shape == (3, 64),
+    )
+    layer8 = QuantLinear.from_quantized(gptq, "group").to(DEVICE)
+    check("GPTQ weight", layer8.explain()["kernel"] == "cuda_float", found=layer8.explain()["kernel"])
+    x = torch.randn(9, 160, device=DEVICE)
+    want = reference.linear(x.cpu(), gptq, reference.Activation(16, "none"))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        off = reference.error(layer8(x.to(dtype)).float().cpu(), want)
+        check(
+            f"GPTQ weight {dtype}",
+            off < {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype],
+            off=off,
+        )
+    back = layer8.cpu().to_quantized()
+    check(
+        "GPTQ weight back",
+        torch.equal(back.codes, gptq.codes)
+        and torch.equal(back.zeros, gptq.zeros)
+        and torch.equal(back.scales, gptq.scales),
+    )
     for name, call in {
         "x on the CPU": lambda: layer(torch.randn(3, 256)),
         "wrong K": lambda: layer(torch.randn(3, 255, device=DEVICE)),
@@ -729,7 +792,7 @@ def main() -> None:
     names = [a for a in sys.argv[1:] if not a.startswith("--") and not a.endswith(".json")]
     target = next((a for a in sys.argv[1:] if a.endswith(".json")), None)
     print("torch", torch.__version__, torch.cuda.get_device_name(0), "refuses:", ops_cuda.refuses(0), flush=True)
-    every = (quantize, gemm, gemv, int4, rope, module, speed, chain, peers)
+    every = (quantize, gemm, gemv, int4, rope, module, small, speed, chain, peers)
     for mode in [m for m in MODES if names and m not in names and any(n in MODES for n in names)]:
         del MODES[mode]  # "gemm w8": that mode alone
     for run in every:

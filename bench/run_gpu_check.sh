@@ -11,3 +11,7 @@ part 40 rope
 part 60 module
 part 120 speed chain
 part 60 peers
+for tool in memcheck racecheck; do
+  echo "== $tool"
+  timeout 120 compute-sanitizer --tool $tool --error-exitcode 9 python3 bench/gpu_check.py small 2>&1 | tail -8
+done

@@ -256,6 +256,9 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
   m.def(
       "cuda_norm_rope(Tensor(a!) qkv, Tensor? q_norm, Tensor? k_norm, Tensor cosines, Tensor sines, int heads, "
       "int kv_heads, float eps) -> ()");
+  m.def(
+      "cuda_dequantize(Tensor codes, Tensor scales, Tensor? zeros, int k, int group_size, int bits, int out) "
+      "-> Tensor");
   m.def("cuda_inverse_rms(Tensor x, float eps) -> Tensor");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/dequantize.h"
 #include "cuda/kernels.h"
 
 // shim.h hides this one behind USE_CUDA, whose headers a CPU build of torch lacks.
@@ -240,6 +241,31 @@ static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::option
   STD_TORCH_CHECK(!wrong, "cuda_norm_rope: ", wrong);
 }
 
+// codes uint8 [N, K / 2] (4 bits, element 2j low) or [N, K]; scales float32 [N, G], zeros uint8 [N, G] -> [N, K].
+static Tensor cuda_dequantize(const Tensor& codes, const Tensor& scales, std::optional<Tensor> zeros, int64_t k,
+                              int64_t group_size, int64_t bits, int64_t out) {
+  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [N, K / 2] or [N, K]");
+  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const cuda::Device device = device_of(codes);
+  STD_TORCH_CHECK(bits == 4 || bits == 8, "bits: found ", bits, ", accepted are 4 and 8");
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out, ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  STD_TORCH_CHECK(k > 0 && group_size > 0 && (bits == 8 || k % 2 == 0), "K: found ", k, " in groups of ", group_size);
+  const int64_t n = codes.size(0), groups = (k + group_size - 1) / group_size;
+  cuda::DequantizeArgs a{};
+  a.codes = static_cast<const uint8_t*>(data_of(codes, "codes", codes, ScalarType::Byte, n * k * bits / 8, 1));
+  a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, n * groups, 4));
+  if (zeros.has_value()) a.zeros = static_cast<const uint8_t*>(data_of(*zeros, "zeros", codes, ScalarType::Byte, n * groups, 1));
+  a.n = as_int(n, "N"), a.k = as_int(k, "K"), a.group = as_int(group_size, "group_size"), a.groups = as_int(groups, "G");
+  a.bits = static_cast<int>(bits), a.dtype = static_cast<cuda::Dtype>(out);
+  static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+  Tensor w = torch::stable::new_empty(codes, {n, k}, kTypes[out]);
+  if (n == 0) return w;
+  a.w = w.mutable_data_ptr();
+  const char* wrong = cuda::launch_dequantize(a, device, current_stream(codes.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_dequantize: ", wrong);
+  return w;
+}
+
 // 1 / sqrt(mean x^2 + eps) of every row, float32.
 static Tensor cuda_inverse_rms(const Tensor& x, double eps) {
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) > 0 && x.size(1) % 2 == 0,
@@ -264,5 +290,6 @@ LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CUDA, m) {
   m.impl("cuda_quantize4", TORCH_BOX(&cuda_quantize4));
   m.impl("cuda_linear4", TORCH_BOX(&cuda_linear4));
   m.impl("cuda_norm_rope", TORCH_BOX(&cuda_norm_rope));
+  m.impl("cuda_dequantize", TORCH_BOX(&cuda_dequantize));
   m.impl("cuda_inverse_rms", TORCH_BOX(&cuda_inverse_rms));
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import ops_cuda
+from . import ops_cuda, reference
 from .layouts import mma_tiles
 from .types import LowRank, QuantizedWeight
 
@@ -59,6 +59,67 @@ class FourBitLinear(_Kept):
         )
         y = ops_cuda.linear4(codes, groups, scales, low, self.weight, self.scales, self.bias, self.up, self.n, x.dtype)
         return y.reshape(*x.shape[:-1], self.n)
+
+
+class FloatLinear(_Kept):
+    """Float activations: the weight is made float anew for every call, and cuBLAS multiplies in the dtype of x.
+
+    For what the integer kernels do not take: zero points, odd groups, permuted columns, ``activation=None``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    perm: Tensor | None
+    bias: Tensor | None
+    smooth: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+    def __init__(self, q: QuantizedWeight) -> None:
+        super().__init__()
+        self.k, self.group_size, self.bits, self.hadamard = q.k, q.group_size, q.bits, q.hadamard
+        self.dtypes = (q.scales.dtype, torch.float32 if q.low_rank is None else q.low_rank.down.dtype)
+        codes = q.codes.view(torch.uint8)
+        if q.bits == 4:
+            codes = torch.nn.functional.pad(codes & 15, (0, q.k % 2))
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        low = q.low_rank if q.low_rank is not None and q.low_rank.down.shape[1] else None
+        for name, tensor in {
+            "codes": codes.contiguous(),
+            "scales": q.scales.float(),
+            "zeros": q.zeros,
+            "perm": q.perm,
+            "bias": None if q.bias is None else q.bias.float(),
+            "smooth": None if q.smooth is None else q.smooth.float(),
+            "down": None if low is None else low.down.float(),
+            "up": None if low is None else low.up.float(),
+        }.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = x
+        if self.smooth is not None or self.hadamard:
+            inside = x.float() if self.smooth is None else x.float() / self.smooth
+            if self.hadamard:
+                inside = reference.hadamard(inside, self.hadamard)
+        columns = inside if self.perm is None else inside[..., self.perm]
+        w = ops_cuda.dequantize(self.codes, self.scales, self.zeros, self.k, self.group_size, self.bits, x.dtype)
+        y = torch.nn.functional.linear(columns.to(x.dtype), w, None if self.bias is None else self.bias.to(x.dtype))
+        if self.down is not None and self.up is not None:
+            y = y + ((inside.float() @ self.down) @ self.up.T).to(x.dtype)
+        return y
+
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, LowRank | None]:
+        """(codes, scales, zeros, low rank) as QuantizedWeight has them."""
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, : self.k]
+            codes = codes if self.zeros is not None else (codes ^ 8) - 8
+        low = None if self.down is None or self.up is None else LowRank(*(t.to(self.dtypes[1]) for t in (self.down, self.up)))
+        codes = codes.contiguous() if self.zeros is not None else codes.contiguous().view(torch.int8)
+        return codes, self.scales.to(self.dtypes[0]), self.zeros, low
 
 
 class DeviceLinear(_Kept):

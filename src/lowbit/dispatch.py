@@ -35,6 +35,12 @@ def _tiles(q: QuantizedWeight, device: str) -> str | None:
     return ops_cuda.refuses(device) or layouts.mma_tiles.refuses(q)
 
 
+def _floats(q: QuantizedWeight, device: str) -> str | None:
+    if not device.startswith("cuda"):
+        return f"the tensors are on {device}"
+    return ops_cuda.refuses(device) or ("K is odd" if q.bits == 4 and q.k % 2 else None)
+
+
 def _takes_everything(q: QuantizedWeight, device: str) -> str | None:
     return None
 
@@ -43,6 +49,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu_linear_w4", layouts.MACHINE, partial(_int_panels, 4)),
     Kernel("cpu_linear_w8", layouts.MACHINE, partial(_int_panels, 8)),
     Kernel("cuda_tiles", "mma_tiles", _tiles),
+    Kernel("cuda_float", "plain", _floats),
     Kernel("reference", "plain", _takes_everything),
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, layouts, ops, ops_cuda, reference
-from .cuda import DeviceLinear, FourBitLinear
+from .cuda import DeviceLinear, FloatLinear, FourBitLinear
 from .formats.tensors import from_awq_tensors, from_gptq_tensors
 from .layouts import panels
 from .quantize import effective, rtn
@@ -55,6 +55,7 @@ class QuantLinear(torch.nn.Module):
         plain: QuantizedWeight | None = None,
         choice: dispatch.Choice | None = None,
         on_device: DeviceLinear | None = None,
+        on_float: FloatLinear | None = None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
@@ -66,11 +67,12 @@ class QuantLinear(torch.nn.Module):
         self.plain, self.choice = plain, choice  # `plain` is kept only where the reference runs
         self.on_device = on_device  # on a CUDA device it holds the weight, and `packed` is empty
         self.on_int4: FourBitLinear | None = None  # beside it, while `activation_bits` is 4
+        self.on_float = on_float  # alone where no integer kernel takes the weight; beside it without int8 rows
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
         self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
         self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).clone())
-        factors = _branch(low_rank) if self.rank and plain is None and on_device is None else (None, None)
+        factors = _branch(low_rank) if self.rank and plain is None and on_device is None and on_float is None else (None, None)
         self.register_buffer("down", factors[0])
         self.register_buffer("up", factors[1])
 
@@ -87,6 +89,8 @@ class QuantLinear(torch.nn.Module):
         self._activation = value
         self._activation_code = ops.ACTIVATIONS[value]
         self.declared = None
+        if hasattr(self, "on_float"):
+            self._prepare()
 
     @property
     def activation_bits(self) -> int:
@@ -119,9 +123,10 @@ class QuantLinear(torch.nn.Module):
         choice = dispatch.choose(q, str(device))
         with torch.inference_mode(False), torch.no_grad():
             runs_reference, on_cuda = choice.kernel.name == "reference", choice.kernel.name == "cuda_tiles"
+            on_float = choice.kernel.name == "cuda_float"
             empty = torch.empty(0, dtype=torch.uint8, device=device)
             layer = cls(
-                empty if runs_reference or on_cuda else layouts.pack(q),
+                empty if runs_reference or on_cuda or on_float else layouts.pack(q),
                 q.n,
                 q.k,
                 bits=q.bits,
@@ -137,7 +142,9 @@ class QuantLinear(torch.nn.Module):
                 plain=q if runs_reference else None,
                 choice=choice,
                 on_device=DeviceLinear(q) if on_cuda else None,
+                on_float=FloatLinear(q) if on_float else None,
             )
+            layer._prepare()
             if on_cuda and four is not None and q.bits == 4 and ops_cuda.has_int4(device):
                 layer.activation_bits = 4
             return layer
@@ -214,7 +221,10 @@ class QuantLinear(torch.nn.Module):
         if self.on_int4 is not None and self.activation is not None and self._activation_bits == 4:
             y = self.on_int4(x)
             return y
-        if self.plain is not None or self.on_device is not None:
+        if self.on_float is not None and self._activation_bits == 8:
+            y = self.on_float(x)
+            return y
+        if self.plain is not None or self.on_device is not None or self.on_float is not None:
             granularity: Any = self.activation or "none"
             activation = self._four() if self.activation_bits == 4 else Activation(8, granularity)
             return reference.linear(x, self.to_quantized(), activation).to(x.dtype)
@@ -280,6 +290,12 @@ class QuantLinear(torch.nn.Module):
                 codes, scales, self.group_size, self.bits, None, self.perm, low_rank, self.smooth, self.hadamard,
                 self.declares(), self.bias,
             )  # fmt: skip
+        if self.on_float is not None:
+            codes, scales, zeros, low_rank = self.on_float.weights()
+            return QuantizedWeight(
+                codes, scales, self.group_size, self.bits, zeros, self.perm, low_rank, self.smooth, self.hadamard,
+                self.declares(), self.bias,
+            )  # fmt: skip
         codes, scales, zeros = layouts.unpack(
             self.packed, self.out_features, self.in_features, self.group_size, self.bits, symmetric=self.symmetric
         )
@@ -312,7 +328,8 @@ class QuantLinear(torch.nn.Module):
         """Bytes that a forward reads: the packed weight and its side tensors."""
         kept = (self.packed, self.bias, self.perm, self.smooth, self.down, self.up)
         plain = () if self.plain is None else (self.plain.codes, self.plain.scales, self.plain.zeros)
-        there = () if self.on_device is None else tuple(self.on_device.buffers())
+        parts = (self.on_device, self.on_int4, self.on_float)
+        there = [t for part in parts if part is not None for t in part.buffers()]
         return sum(t.numel() * t.element_size() for t in (*kept, *plain, *there) if t is not None)
 
     def explain(self) -> dict[str, Any]:
@@ -346,7 +363,7 @@ class QuantLinear(torch.nn.Module):
         target = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
         if target.type != here.type and "meta" not in (target.type, here.type) and self.bits != 16:
             return self._move(target)
-        for part in (self.on_device, self.on_int4):
+        for part in (self.on_device, self.on_int4, self.on_float):
             if part is not None:
                 part._apply(fn, recurse)
         for name, buffer in self._buffers.items():
@@ -365,18 +382,21 @@ class QuantLinear(torch.nn.Module):
         there = QuantLinear.from_quantized(q.with_(**moved, low_rank=low), self.activation)
         for name in ("packed", "bias", "perm", "smooth", "down", "up"):
             self._buffers[name] = there._buffers[name]
-        self.plain, self.choice, self.on_device = there.plain, there.choice, there.on_device
+        self.plain, self.choice = there.plain, there.choice
+        self.on_device, self.on_float = there.on_device, there.on_float
         self._prepare()
         return self
 
     def _prepare(self) -> None:
-        """The second packing that 4-bit activations want on a CUDA device."""
+        """The second packing that other than int8 rows want on a CUDA device."""
         four = self._four()
         wanted = self.on_device is not None and self._activation_bits == 4 and self.bits == 4
         if wanted and four.granularity == "group" and self.in_features % 64 == 0:
             self.on_int4 = FourBitLinear(self.to_quantized(), four.clip)
         else:
             self.on_int4 = None
+        if self.on_device is not None:  # float activations, or one scale a group of x, which no CUDA kernel has
+            self.on_float = None if self.activation == "token" else FloatLinear(self.to_quantized())
 
 
 def _branch(low_rank: LowRank | None) -> tuple[Tensor | None, Tensor | None]:

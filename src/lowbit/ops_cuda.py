@@ -106,6 +106,22 @@ def _(x: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_dequantize")  # type: ignore[untyped-decorator]
+def _(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: int, bits: int, out: int
+) -> Tensor:
+    return codes.new_empty(codes.shape[0], k, dtype=ops.DTYPES[out])
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """w [N, K] = scales * (codes - zeros) in ``dtype``: codes uint8 [N, K / 2] (4 bits, element 2j in the low nibble) or
+    [N, K], unsigned with ``zeros`` uint8 [N, G], two's complement without; scales float32 [N, G]."""
+    w: Tensor = _OPS.cuda_dequantize.default(codes, scales, zeros, k, group_size, bits, ops.DTYPES.index(dtype))
+    return w
+
+
 def norm_rope(
     qkv: Tensor,
     q_norm: Tensor | None,

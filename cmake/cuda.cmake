@@ -41,13 +41,20 @@ set(cuda_gemm_sm90_w8 ${arch_hopper})
 set(cuda_gemm_sm90_channel ${arch_hopper})
 set(cuda_gemm_sm90_two_level ${arch_hopper})
 set(cuda_gemm_sm90_group ${arch_hopper})
-set(cuda_gemm_sm90_resident_channel ${arch_hopper})
-set(cuda_gemm_sm90_resident_two_level ${arch_hopper})
 
-file(GLOB cuda_headers ${CMAKE_SOURCE_DIR}/csrc/cuda/*.cuh ${CMAKE_SOURCE_DIR}/csrc/cuda/*.h ${CMAKE_SOURCE_DIR}/csrc/cuda/*.inc)
+foreach(name kernels.h dequantize.h ptx.cuh tile.cuh launch.cuh)
+  list(APPEND cuda_headers ${CMAKE_SOURCE_DIR}/csrc/cuda/${name})
+endforeach()
+foreach(name wgmma.cuh gemm_sm90.cuh gemm_sm90_rows.cuh gemm_sm90_dense.inc)
+  list(APPEND hopper_headers ${CMAKE_SOURCE_DIR}/csrc/cuda/${name})
+endforeach()
 set(cuda_objects "")
 # The longest first, so that two cores end together.
-foreach(name quantize gemm_sm90_resident_two_level gemm_sm90_resident_channel gemm_sm90_two_level gemm_sm90_channel gemm_sm90_w8 gemm_sm90_group gemm_mma gemm_int4 gemv norm_rope dequantize gemm_sm90 launch)
+foreach(name quantize gemm_sm90_two_level gemm_sm90_channel gemm_sm90_w8 gemm_sm90_group gemm_mma gemm_int4 gemv norm_rope dequantize gemm_sm90 launch)
+  set(own "")
+  if(name MATCHES "sm90")
+    set(own ${hopper_headers})
+  endif()
   set(code "")
   foreach(arch ${cuda_${name}})
     string(REGEX REPLACE "-virtual" "" number ${arch})
@@ -58,7 +65,7 @@ foreach(name quantize gemm_sm90_resident_two_level gemm_sm90_resident_channel ge
     endif()
   endforeach()
   set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
-  add_custom_command(OUTPUT ${object} DEPENDS csrc/cuda/${name}.cu ${cuda_headers} COMMENT "nvcc ${name}" VERBATIM
+  add_custom_command(OUTPUT ${object} DEPENDS csrc/cuda/${name}.cu ${cuda_headers} ${own} COMMENT "nvcc ${name}" VERBATIM
     COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
     COMMAND ${LOWBIT_NVCC} -c -std=c++20 -O3 -fmad=false ${code} -ccbin ${CMAKE_CXX_COMPILER} -Xptxas=-v
       -Xcompiler=-fPIC,-fvisibility=hidden,-fno-gnu-unique,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=

@@ -42,29 +42,32 @@ def functions(chip: str) -> dict[str, list[str]]:
     return out
 
 
-def loops(code: list[str]) -> list[list[str]]:
-    """Bodies of backward jumps that jump over no other one: the innermost loops."""
-    at = {i * 16: i for i in range(len(code))}
+def loops(code: list[str], holding: str = "") -> list[list[str]]:
+    """Bodies of backward jumps that hold an instruction and no smaller loop that holds it."""
     spans = []
     for i, line in enumerate(code):
         m = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?0x([0-9a-f]+)", line)
-        if m and int(m[1], 16) in at and at[int(m[1], 16)] <= i:
-            spans.append((at[int(m[1], 16)], i))
+        if m and int(m[1], 16) // 16 <= i:
+            spans.append((int(m[1], 16) // 16, i))
+    spans = [(a, b) for a, b in spans if any(holding in line for line in code[a : b + 1])]
     inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
     return [code[a : b + 1] for a, b in inner]
 
 
 def test_the_reader_of_loops_is_not_blind() -> None:
     code = ["MOV R0, R1", "IADD3 R0", "@P0 BRA 0x10", "EXIT"]
-    assert loops(code) == [["IADD3 R0", "@P0 BRA 0x10"]]
+    assert loops(code) == [["IADD3 R0", "@P0 BRA 0x10"]] == loops(code, "IADD3") and loops(code, "MOV") == []
 
 
 def test_hopper_gemms_use_the_warpgroup_instruction_and_keep_their_loops_in_registers() -> None:
     kernels = {n: c for n, c in functions("sm_90a").items() if "gemm_sm90" in n}
-    assert len(kernels) >= 40
+    assert len(kernels) >= 30
     for name, code in kernels.items():
         assert any("IGMMA" in line for line in code), name
-        main = [loop for loop in loops(code) if any("IGMMA" in line for line in loop)]
+        # such a load may rise above the wait for the grid that writes what it reads
+        assert not any("LDG.E.CONSTANT" in line for line in code), name
+        main = loops(code, "IGMMA")
+        assert main, name
         spilled = [line for loop in main for line in loop if re.search(r"\b(LDL|STL)\b", line)]
         assert not spilled, (name, spilled[:3])
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "module"])
+@pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "overlap", "module"])
 def test_section(section: str) -> None:
     import gpu_check
 

@@ -71,7 +71,7 @@ def test_the_fast_oracle_is_the_rational_one(bits: int, activation: str) -> None
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 def test_every_layout_has_a_test_here() -> None:
-    assert set(layouts.LAYOUTS) == {"x86_panels", "arm_panels", "half_panels"}
+    assert set(layouts.LAYOUTS) - {"mma_tiles"} == {"x86_panels", "arm_panels", "half_panels"}  # test_mma_tiles.py
 
 
 @given(
@@ -411,6 +411,9 @@ def test_every_operator_has_a_sample() -> None:
     schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"{ops.NAMESPACE}::")}
     names = {s.split("::")[1] for s in schemas}
     handles = {"decoder_new", "decoder_free", "decoder_scratch", "decoder_step"}  # test_llama_engine.py has the step
+    names = {
+        name for name in names if not name.startswith("cuda_")
+    }  # test_cuda_gpu.py, and their shapes in test_mma_tiles.py
     assert names - {"cpu_isas", "cpu_isa"} - handles == {name for name, _ in op_samples()}
 
 

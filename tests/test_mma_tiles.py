@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import reference
+from lowbit import ops_cuda, reference
 from lowbit.layouts import LAYOUTS, mma_tiles
 from lowbit.types import FormatError, LowRank, QuantizedWeight
 
@@ -136,3 +136,50 @@ def test_the_oracle_is_the_dequantized_product() -> None:
     got = reference.cuda_linear(a, sa[:, 0], plain, tiles.channel[:40], None, None, torch.ones(40))
     want = reference.linear(x, q.with_(bias=torch.ones(40)), reference.Activation(8, "token"))
     assert reference.error(got, want) < 1e-6
+
+
+def test_the_cuda_operators_have_shapes_without_a_gpu() -> None:
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, down = meta(5, 320, dtype=torch.float16), meta(1, 20, 32, 8, dtype=torch.float16)
+    codes, scales, low = ops_cuda.quantize(x, down=down, hadamard=True)
+    assert (codes.shape, codes.dtype, scales.shape, low.shape) == ((5, 512), torch.int8, (5,), (1, 1, 128))
+    half = meta(5, 640, dtype=torch.float16)
+    assert ops_cuda.quantize(half, silu=True)[0].shape == (5, 512)
+    y = ops_cuda.linear(
+        codes, scales, low, meta(2, 4, 4096), meta(128), None, None, 72, mma_tiles.CHANNEL, torch.bfloat16
+    )
+    assert (y.shape, y.dtype) == ((5, 72), torch.bfloat16)
+    four = ops_cuda.quantize4(x)
+    assert [tuple(t.shape) for t in four] == [(5, 256), (8, 128), (5,), (0, 1, 128)]
+    y = ops_cuda.linear4(four[0], four[1], four[2], None, meta(128, 256), meta(8, 128), None, None, 72, torch.float32)
+    assert (y.shape, y.dtype) == ((5, 72), torch.float32)
+    w = ops_cuda.dequantize(meta(3, 40), meta(3, 2), None, 80, 40, 4, torch.float16)
+    assert (w.shape, w.dtype) == ((3, 80), torch.float16)
+    assert ops_cuda.inverse_rms(meta(7, 64), 1e-6).shape == (7,)
+    assert ops_cuda.norm_rope(meta(7, 512), None, None, meta(7, 64), meta(7, 64), 2, 1) is None
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA")
+def test_a_torch_without_cuda_is_told_so_and_imports() -> None:
+    assert ops_cuda.refuses("cuda:0") == "this torch has no CUDA"
+
+
+@pytest.mark.parametrize(
+    "version, found", [("12.8", "torch was built with CUDA 12.8, accepted is 13.x"), (None, "this torch has no CUDA")]
+)
+def test_another_cuda_is_named(version: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert ops_cuda._load_cuda() == found
+
+
+def test_an_old_chip_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_cuda, "_NO_CUDA", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    why = ops_cuda.refuses(0)
+    assert why == "Tesla T4 has compute capability 7.5, accepted are 8.0 and newer (Ampere, Ada, Hopper)"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert ops_cuda.refuses(0) is None and not ops_cuda.has_int4(0)

@@ -296,6 +296,11 @@ __device__ __forceinline__ void add_low_rank(const Cta<C>& c, Ring<C::stages>& r
   }
 }
 
+template <bool value>
+struct Half {
+  static constexpr bool bf16 = value;
+};
+
 // y = f * scale + bias, rounded, transposed through shared memory: row = token (64 channels, 128 B, swizzled).
 template <class C>
 __device__ __forceinline__ void store_tile(const Cta<C>& c, const GemmArgs& a, const CUtensorMap* map_y,
@@ -306,7 +311,6 @@ __device__ __forceinline__ void store_tile(const Cta<C>& c, const GemmArgs& a, c
   const uint32_t scales = c.smem + C::scale_at + (wg * C::tokens + c.rank * C::own) * 4;
   const int g = lane >> 2, t = lane & 3, mat = lane >> 3, i8 = lane & 7;
   const uint32_t chunk = ((2 * w4 + (mat & 1)) ^ i8) * 16;
-  const bool bf16 = a.dtype == Dtype::kBfloat16;
   auto y = [&](int j, int q, int e, float2 x) {
     return fmaf(f[4 * j + 2 * q + e], e ? x.y : x.x, q ? bias.y : bias.x);
   };
@@ -322,22 +326,28 @@ __device__ __forceinline__ void store_tile(const Cta<C>& c, const GemmArgs& a, c
     }
     return;
   }
+  auto transpose = [&](auto half) {  // fp16 or bf16: one branch for the tile
 #pragma unroll
-  for (int j = 0; j < blocks; j += 2) {
-    uint32_t h[4];
+    for (int j = 0; j < blocks; j += 2) {
+      uint32_t h[4];
 #pragma unroll
-    for (int b = 0; b < 2; b++) {
-      if (j + b < blocks) {
-        const float2 x = ptx::lds_float2(scales + (8 * (j + b) + 2 * t) * 4);
+      for (int b = 0; b < 2; b++) {
+        if (j + b < blocks) {
+          const float2 x = ptx::lds_float2(scales + (8 * (j + b) + 2 * t) * 4);
 #pragma unroll
-        for (int q = 0; q < 2; q++) h[2 * b + q] = pack2(y(j + b, q, 0, x), y(j + b, q, 1, x), bf16);
+          for (int q = 0; q < 2; q++) h[2 * b + q] = pack2(y(j + b, q, 0, x), y(j + b, q, 1, x), half.bf16);
+        }
       }
+      if (j + 1 < blocks)
+        ptx::stmatrix4(out + (8 * (j + (mat >> 1)) + i8) * 128 + chunk, h[0], h[1], h[2], h[3]);
+      else
+        ptx::stmatrix2(out + (8 * j + i8) * 128 + chunk, h[0], h[1]);
     }
-    if (j + 1 < blocks)
-      ptx::stmatrix4(out + (8 * (j + (mat >> 1)) + i8) * 128 + chunk, h[0], h[1], h[2], h[3]);
-    else
-      ptx::stmatrix2(out + (8 * j + i8) * 128 + chunk, h[0], h[1]);
-  }
+  };
+  if (a.dtype == Dtype::kBfloat16)
+    transpose(Half<true>{});
+  else
+    transpose(Half<false>{});
   ptx::proxy_fence();
   ptx::named_barrier(1 + wg, 128);
   if ((threadIdx.x & 127) == 0) ptx::store_2d(map_y, out, n0, m0);
@@ -358,11 +368,13 @@ __device__ __forceinline__ void consume(const Cta<C>& c, const GemmArgs& a, cons
     float2 bias = {0.f, 0.f};
     if (a.bias) bias = {a.bias[row], a.bias[row + 8]};
     if (first) ptx::previous_grid(), first = false;
-    float sx[2];  // to shared memory after the product, so that the load costs nothing
+    // To shared memory after the product, so that the load costs nothing. No __ldg: the compiler may move such a load
+    // above the wait for the previous grid, which writes what it reads.
+    float sx[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int e = wtid + 128 * i;
-      sx[i] = e < C::tokens && m0 + e < a.m ? __ldg(a.scales + m0 + e) : 0.f;
+      sx[i] = e < C::tokens && m0 + e < a.m ? a.scales[m0 + e] : 0.f;
     }
     float f[C::own / 2];
     if constexpr (C::group_scales) {

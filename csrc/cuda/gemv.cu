@@ -72,8 +72,8 @@ struct Gemv {
 #pragma unroll
         for (int e = 0; e < kEights; e++) {
           uint4 x = make_uint4(0, 0, 0, 0);
-          if (g + 8 * e < a.m)
-            x = __ldg(reinterpret_cast<const uint4*>(a.codes + (size_t)(g + 8 * e) * a.kp + (first + i) * 128 + h * 64 + t * 16));
+          if (g + 8 * e < a.m)  // no __ldg: it may rise above the wait for the grid that writes the codes
+            x = *reinterpret_cast<const uint4*>(a.codes + (size_t)(g + 8 * e) * a.kp + (first + i) * 128 + h * 64 + t * 16);
           if constexpr (mode == kW4Group) {
             const float2 s = half2_float2(h ? b.scales[i].y : b.scales[i].x);
             int c[4] = {0, 0, 0, 0};

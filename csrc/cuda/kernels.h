@@ -97,7 +97,6 @@ constexpr int kMostDevices = 64;
 struct TileRow {
   int warpgroups, tokens, stages, split;
   bool persistent;
-  int second, blocks;  // resident weights: tokens of every other pass, blocks of 128 columns in K; else 0
 };
 
 // Each returns null, or what went wrong (a string that lives on).
@@ -108,8 +107,6 @@ const char* launch_gemv(const LinearArgs&, const Device&, Stream);
 const char* launch_gemm_int4(const Int4Args&, const Device&, Stream);
 const char* launch_norm_rope(const RopeArgs&, const Device&, Stream);
 const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype, const Device&, Stream);
-int gemm_sm90_rows(Mode);
-bool gemm_sm90_row(Mode, int row, TileRow*);
 const char* query_device(int index, Device*);  // cached, one entry a device
 
 }  // namespace lowbit::cuda

@@ -234,10 +234,12 @@ LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, cons
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #if __CUDA_ARCH__ >= 900
-      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(out + at[i]), 0)), "f"(c[i]) : "memory");
-#else
-      out[at[i]] = c[i];
+      if (shape.split > 1) {
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(out + at[i]), 0)), "f"(c[i]) : "memory");
+        continue;
+      }
 #endif
+      out[at[i]] = c[i];
     }
   }
 #if __CUDA_ARCH__ >= 900
@@ -261,8 +263,11 @@ LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, cons
 }
 
 // kUnits: units a thread. Shared memory: staged down | fp16 rows [rows][kp + 8] | parts | unit sums | maxima a warp.
+// With one unit a thread, 7 rows of 64 threads: two such CTAs fit the registers of a multiprocessor.
+constexpr int most_threads(int units) { return units == 1 ? 448 : 512; }
+
 template <int kUnits, int kThreads>
-__global__ void __launch_bounds__(512, 1) quantize_rows(const QuantizeArgs a, const Shape shape) {
+__global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1) quantize_rows(const QuantizeArgs a, const Shape shape) {
   extern __shared__ uint4 raw_rows[];
   const int chunks = a.rank / 16, stride = a.kp + 8, units = a.k / kUnit, all_units = a.kp / kUnit;
   const int rank = shape.split > 1 ? blockIdx.x % shape.split : 0, per = kSlices / shape.split;
@@ -376,7 +381,7 @@ __global__ void __launch_bounds__(512, 1) quantize_rows(const QuantizeArgs a, co
 template <int kUnits, int kThreads>
 static const char* launch(const QuantizeArgs& a, const Device& device, Stream stream) {
   const void* kernel = reinterpret_cast<const void*>(quantize_rows<kUnits, kThreads>);
-  constexpr int kMost = 512 / kThreads < kRows ? 512 / kThreads : kRows;
+  constexpr int kMost = most_threads(kUnits) / kThreads < kRows ? most_threads(kUnits) / kThreads : kRows;
   Shape shape{(a.m + device.multiprocessors - 1) / device.multiprocessors, 1, 0};
   if (shape.rows > kMost) shape.rows = kMost;
   if (a.rank && a.m <= 16 && device.capability >= 90) shape.split = kSlices, shape.rows = 1;
@@ -410,7 +415,6 @@ const char* launch_quantize(const QuantizeArgs& a, const Device& d, Stream s) {
   if (units <= 192) return launch<3, 64>(a, d, s);
   if (units <= 256) return launch<4, 64>(a, d, s);
   if (units <= 512) return launch<2, 256>(a, d, s);
-  if (units <= 768) return launch<3, 256>(a, d, s);
   if (units <= 1024) return launch<4, 256>(a, d, s);
   if (units <= 2048) return launch<4, 512>(a, d, s);
   return "K: accepted is at most 32768";

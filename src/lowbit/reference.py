@@ -76,11 +76,13 @@ def quantize_rows(
     usable = torch.isfinite(amax) & (amax >= TINY)
     safe = torch.where(usable, amax, torch.ones_like(amax)).unsqueeze(-1)
     if activation.bits == 8:
-        scales = amax / 127
-        codes = torch.round(blocks * (127 / safe))
+        top = torch.full_like(safe, 127)  # a tensor: a Python number's quotient is taken by way of its reciprocal
+        scales = amax / top[..., 0]
+        codes = torch.round(blocks * (top / safe))
     elif activation.bits == 4:
-        scales = (activation.clip * amax / 7).float()
-        codes = torch.round(blocks / (activation.clip * safe / 7).float()).clamp(-8, 7)
+        seven = torch.full_like(safe, 7)
+        scales = (activation.clip * amax / seven[..., 0]).float()
+        codes = torch.round(blocks / (activation.clip * safe / seven).float()).clamp(-8, 7)
     else:
         raise ValueError(f"activation bits: found {activation.bits}, accepted are 8 and 4")
     codes = torch.where(usable.unsqueeze(-1), codes, torch.zeros_like(codes))

@@ -159,7 +159,7 @@ class QuantizedWeight:
         if self.smooth is not None and not bool((self.smooth > 0).all()):
             raise FormatError(f"{where}smooth: found {float(self.smooth.min())}, accepted are values > 0")
         if self.perm is not None:
-            seen = torch.zeros(self.k, dtype=torch.bool)
+            seen = torch.zeros(self.k, dtype=torch.bool, device=self.perm.device)
             inside = (self.perm >= 0) & (self.perm < self.k)
             if not bool(inside.all()) or not bool(seen.index_fill(0, self.perm.long(), True).all()):
                 raise FormatError(f"{where}perm: found no permutation of 0 .. {self.k - 1}")

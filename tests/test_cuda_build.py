@@ -46,7 +46,7 @@ def loops(code: list[str], holding: str = "") -> list[list[str]]:
     """Bodies of backward jumps that hold an instruction and no smaller loop that holds it."""
     spans = []
     for i, line in enumerate(code):
-        m = re.search(r"\bBRA(?:\.\w+)*\s+(?:\S+,\s*)?0x([0-9a-f]+)", line)
+        m = re.match(r"@\S+ BRA(?:\.\w+)*\s+(?:\S+,\s*)?0x([0-9a-f]+)", line)  # a plain jump back ends a wait, no loop
         if m and int(m[1], 16) // 16 <= i:
             spans.append((int(m[1], 16) // 16, i))
     spans = [(a, b) for a, b in spans if any(holding in line for line in code[a : b + 1])]

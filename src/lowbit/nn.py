@@ -214,6 +214,8 @@ class QuantLinear(torch.nn.Module):
             raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., {self.in_features}]")
         if x.dtype not in ops.DTYPES:
             raise FormatError(f"x: found {x.dtype}, accepted are float32, bfloat16, float16")
+        if x.is_cuda != self.packed.is_cuda:
+            raise FormatError(f"x: found on {x.device}, accepted is {self.packed.device}, where the layer is")
         y: Tensor
         if self.on_device is not None and self.activation == "token" and self._activation_bits == 8:
             y = self.on_device(x)

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowbit.models import sensitivity
 from lowbit.models.calibrate import Progress, Report, quantize_model
+from lowbit.models.calibration_inputs import read_calibration
 from lowbit.models.load import resolve_activation, untie
+from lowbit.models.overrides import activations_of
 from lowbit.models.recipes import linear_names, matches, recipe_for
 from lowbit.models.replace import get_linear, replace
 from lowbit.models.save import save
@@ -66,6 +69,7 @@ def quantize(
     skip: Sequence[str] | None = None,
     channel_scales: bool = True,
     tokens: int | None = None,
+    budget: float | None = None,
     resume_dir: str | os.PathLike[str] | None = None,
     progress: Progress = True,
     **options: Any,
@@ -78,6 +82,8 @@ def quantize(
     file, token ids, texts or keyword arguments for the model; text needs a ``tokenizer``; about ``tokens`` tokens
     are used. ``skip`` names linears (whole dotted names, beginnings or ends) that stay dense, by default the output
     head; ``skip=()`` rounds the head too, to nearest, and unties it from the embedding, which keeps every bit.
+    ``budget`` (scheme "w4a4" alone): bits of activations on average over the weights, 4 .. 8; the inputs that lose
+    most at 4 bits, as measured on calibration text, run at 8 (models/sensitivity.py), and the report says which.
     Finished blocks are kept in ``resume_dir``: after an interruption the same call goes on there. ``options`` go to
     ``models.calibrate.quantize_model``. Raises FormatError before anything is changed for arguments that do not fit.
     """
@@ -89,7 +95,13 @@ def quantize(
     leave = recipe.skip if skip is None else tuple(skip)
     names = linear_names(model, recipe, leave)
     heads = [name for name in recipe.skip if not matches(name, leave) and _has_linear(model, name)]
+    if budget is not None:
+        if calibration is not None and not isinstance(calibration, (str, os.PathLike)):
+            calibration = list(calibration)  # read twice
+        fixed = activations_of(names, options.get("overrides") or {})
+        sensitivity.refuse({n: get_linear(model, n).weight.numel() for n in names}, chosen, calibration, budget, fixed)
     base = base_sha256(model, names + heads)
+    made: dict[str, Any] = {"method": "fp16" if chosen.bits == 16 else method, "base_sha256": base}
     if chosen.bits == 16:
         report = _to_half(model, names + heads, chosen)
     else:
@@ -108,7 +120,17 @@ def quantize(
             report.rows.append(Row(name, "rtn", None, 0, float("nan"), float("nan"), ("outside the blocks",)))
     if heads:
         untie(model)
-    model.lowbit_made = {"method": "fp16" if chosen.bits == 16 else method, "base_sha256": base}  # type: ignore[assignment]
+    if budget is not None and calibration is not None:
+        text = read_calibration(
+            calibration,
+            tokenizer,
+            tokens=sensitivity.TOKENS,
+            window=sensitivity.WINDOW,
+            seed=options.get("seed", 0),  # type: ignore[arg-type]
+        )
+        report.budget = sensitivity.spend(model, text, budget, list(fixed), progress is True)
+        made["budget"] = report.budget.to_dict()
+    model.lowbit_made = made  # type: ignore[assignment]
     return report
 
 

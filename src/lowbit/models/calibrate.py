@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from .recipes import is_linear, matches, recipe_for
 from .resume import Finished, WorkDirectory, weights_digest
 from .walk import Trace, capture, collect
 
+if TYPE_CHECKING:
+    from .sensitivity import Budget
+
 Progress = bool | Callable[[int, int, str], None]
 
 
@@ -39,6 +42,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     calibration_tokens: int = 0
     seconds: float = 0.0
+    budget: Budget | None = None  # where the activations of some linears were chosen by measurement
 
     def __str__(self) -> str:
         lines = [f"{'layer':44} {'method':12} {'damp':>6} {'tokens':>7} {'rtn err':>8} {'error':>8}  notes"]
@@ -50,7 +54,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON takes it."""
-        return {**asdict(self), "rows": [r._asdict() for r in self.rows]}
+        budget = None if self.budget is None else self.budget.to_dict()
+        return {**asdict(self), "rows": [r._asdict() for r in self.rows], "budget": budget}
 
 
 def quantize_model(

@@ -64,7 +64,7 @@ def load(
     model.train(False)
     _generation_config(model, checkpoint.path)
     model.name_or_path = str(checkpoint.path)
-    model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256")}  # type: ignore[assignment]
+    model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256", "budget")}  # type: ignore[assignment]
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
     drop_clean_pages(checkpoint.path)

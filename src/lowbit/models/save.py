@@ -53,6 +53,8 @@ def save(model: PreTrainedModel, path: str | os.PathLike[str], dtype: torch.dtyp
         metadata = lowbit.metadata(rows, method, rank=rank, base_sha256=base)
         if halves:
             metadata["fp16_layers"] = halves
+        if made.get("budget"):
+            metadata["budget"] = made["budget"]
         ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         config["quantization_config"] = config_for("lowbit", shells, ignored)
         if not layers:

@@ -84,7 +84,7 @@ def windows_of(
     ids = ids[: max(ids.numel() // context * context, min(ids.numel(), context))]
     if ids.numel() < 2:
         raise FormatError(f"text: found {ids.numel()} tokens after skipping {skip}, accepted is at least 2")
-    return list(ids.split(context))
+    return [ids[start : start + context] for start in range(0, ids.numel(), context)]
 
 
 def nll_of(logits: Tensor, targets: Tensor, rows: int = 128) -> Tensor:

@@ -156,8 +156,6 @@ def test_overrides_are_counted_and_left_alone() -> None:
         ("w4a4", {"budget": 9.0, "calibration": [ids(2, 64)]}, "budget: found 9, accepted is 4 .. 8"),
         ("w4a8", {"budget": 5.0, "calibration": [ids(2, 64)]}, "budget: found 5 with scheme w4a8"),
         ("w4a4", {"budget": 5.0, "method": "rtn"}, "budget: found 5 without calibration"),
-        ("w4a4", {"budget": 4.5, "overrides": {"mlp": "a8", "down_proj": "a8", "gate_proj": "a8", "up_proj": "a8"},
-                  "calibration": [ids(2, 64)]}, "override: found 'mlp'"),
         ("w4a4", {"budget": 4.5, "overrides": {"down_proj": "a8", "gate_proj": "a8", "up_proj": "a8"},
                   "calibration": [ids(2, 64)]}, "budget: found 4.5, accepted is 6.66667 or more"),
     ],

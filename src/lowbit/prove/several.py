@@ -69,6 +69,8 @@ def evaluate(
     if base is None and asked:
         raise FormatError(f"{asked[0]}: found no plain directory to compare with, accepted is one, or --reference DIR")
     compares = base is not None and (reference is not None or len(directories) > 1)
+    if asked and not compares:
+        raise FormatError(f"{asked[0]}: found one plain directory alone, accepted is another to compare with it")
     windows = _windows(base or directories[0], text, questions)
     kept: PreTrainedModel | None = None
     before: Scores | None = None

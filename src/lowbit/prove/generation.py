@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,11 +41,12 @@ def prompts_of(windows: Sequence[Tensor], count: int, length: int = PROMPT) -> T
 def continue_greedily(model: PreTrainedModel, prompts: Tensor, length: int = LENGTH, batch: int = 16) -> Tensor:
     """The most likely next tokens after each prompt [N, P], int64 [N, length]; no token ends it."""
     done = []
+    slot = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # renamed in 5.x
     for start in range(0, prompts.shape[0], batch):
         feed, cache, written = prompts[start : start + batch].to(model.device), None, []
         for _ in range(length):
-            out = model(input_ids=feed, past_key_values=cache, use_cache=True)
-            feed, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = model(input_ids=feed, use_cache=True, **{slot: cache})
+            feed, cache = out.logits[:, -1:].argmax(-1), getattr(out, slot)
             written.append(feed)
         done.append(torch.cat(written, 1).cpu())
     return torch.cat(done)

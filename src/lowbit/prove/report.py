@@ -66,7 +66,7 @@ def plot(
     y_from: float | None = None,
     y_log: bool = False,
 ) -> str:
-    """An SVG scatter plot of named series, one colour each, with a legend where there are two or more.
+    """An SVG scatter plot, which can stand in a file of its own, of named series, one colour each, with a legend where there are two or more.
 
     ``x_from`` and ``y_from`` are taken into the axis (0 shows sizes in proportion). Points that are not finite, or not
     positive on a logarithmic axis, are left out and counted in the plot. No points at all gives an empty frame.
@@ -84,8 +84,7 @@ def plot(
     def py(value: float) -> float:
         return TOP + (1 - y_axis.at(value)) * inner_h
 
-    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    out = [f'<svg {box} role="img" aria-label="{escape(y_label)} against {escape(x_label)}">']
+    out: list[str] = []
     for tick in _ticks(x_axis):
         out.append(svg.line(px(tick), TOP, px(tick), TOP + inner_h, "#e6e6e6"))
         out.append(svg.text(px(tick), TOP + inner_h + 16, svg.number(tick), "middle"))
@@ -115,8 +114,7 @@ def plot(
             out.append(svg.text(LEFT + inner_w + 30, row, name, "start"))
     if len(shown) < len(every):
         out.append(svg.text(LEFT + 6, TOP + 14, f"{len(every) - len(shown)} points not shown", "start"))
-    out.append("</svg>")
-    return "\n".join(out)
+    return svg.alone(WIDTH, HEIGHT, f"{y_label} against {x_label}", out)
 
 
 def _label(x: float, y: float, words: str, taken: list[tuple[float, float, float, float]], right: float) -> list[str]:

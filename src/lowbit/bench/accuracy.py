@@ -1,0 +1,138 @@
+"""Lines of bench/accuracy.py as tables beside what was to be reached, and as one chart: quality against bits a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lowbit.prove.report import Point, plot
+
+Line = Mapping[str, Any]
+
+TABLES = {
+    "w4": "4-bit weights, float or 8-bit activations",
+    "w8a8": "8-bit weights and activations",
+    "w4a4": "4-bit weights with a low rank, 4- and 8-bit activations",
+    "checkpoints": "Checkpoints of other tools, our evaluator",
+}
+TOLD = """Ratios are of perplexity to float32's over the same tokens, ± their paired standard error; **bold** where the ratio is
+within what was to be reached. KL is KL(float32 || model) a token, in nats. Bits count everything that is stored of the
+linears. `a8` is one int8 scale a weight group of a row, `a8-token` one a row, `a4` one 4-bit scale 64 columns with the clip
+that was chosen; float arithmetic is `a16`. The linears were run by `lowbit.prove.simulate`, which is the reference in
+float32. Choices of ours were made on the first span alone, if on any; nothing was ever chosen on the second."""
+MOST = 1.6  # ratios above are left out of the chart, and counted there
+
+
+class Target(NamedTuple):
+    """The ratio to reach and the one aimed at, with at most so many bits a weight."""
+
+    reach: float
+    aim: float
+    bits: float = float("inf")
+
+
+_G64, _G32 = Target(1.12, 1.09, 4.35), Target(1.08, 1.06, 4.68)
+_MIXED = Target(1.14, 1.11)
+TARGETS: dict[tuple[str, str], Target] = {
+    **{(f"w4 g64 {kind}, gptq", act): _G64 for kind in ("symmetric", "asymmetric") for act in ("a16", "a8")},
+    **{(f"w4 g32 {kind}, gptq", "a8"): _G32 for kind in ("symmetric", "asymmetric")},
+    ("w8 per row, gptq", "a8-token"): Target(1.015, 1.008),
+    ("w4a4 rank 16", "a4"): Target(1.20, 1.14),
+    ("w4a4 rank 16", "a4, gate and up a8"): _MIXED,
+    ("w4a4 rank 16", "a4, gate and up a8-token"): _MIXED,
+    ("w4a4 rank 16, two-level scales", "a8-token"): Target(1.08, 1.05),
+    ("w4a4 rank 16, channel scales", "a8-token"): Target(1.10, 1.07),
+}
+
+
+def models(lines: Sequence[Line]) -> list[list[Line]]:
+    """Lines that can stand in one chapter: of one model on one text."""
+    found: dict[tuple[str, ...], list[Line]] = {}
+    for line in lines:
+        found.setdefault((line["model"], line["text"], str(line["context"])), []).append(line)
+    return list(found.values())
+
+
+def chapter(lines: Sequence[Line], chart: str) -> str:
+    """The tables of one model; ``chart`` is the address of its chart."""
+    first = lines[0]
+    spans = sorted({tuple(x["span"]) for x in lines})
+    plain = "; ".join(f"tokens {a} … {b - 1}: {_reference(lines, (a, b)):.3f}" for a, b in spans)
+    made = next((x["calibration"] for x in lines if x["calibration"]), None)
+    on = "" if made is None else f" Calibrated on {made[0]}, {made[1]} tokens in windows of {made[2]}."
+    runs = [
+        f"{x['device']}, torch {x['torch']}, lowbit {x['lowbit']}, commit {x['commit']}, {x['date']}" for x in lines
+    ]
+    where = "; ".join(dict.fromkeys(runs))
+    sources = ", ".join(f"`{name}`" for name in dict.fromkeys(x["source"] for x in lines))
+    parts = [
+        f"## Accuracy: {first['model']}",
+        f"Text {first['text']}, context {first['context']}; float32's perplexity: {plain}.{on} {where}; lines: {sources}",
+        f"![ratio of perplexity against bits a weight]({chart})",
+    ]
+    for key, title in TABLES.items():
+        some = [x for x in lines if x["table"] == key]
+        if some:
+            parts += [f"### {title}", table(some, spans)]
+    return "\n\n".join([*parts, TOLD])
+
+
+def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
+    """A row for each way of quantizing and of activations, in the order of the lines; two columns a span."""
+    rows: dict[tuple[str, ...], dict[int, Line]] = {}
+    for line in lines:
+        rows.setdefault(row_of(line), {})[line["span"][0]] = line
+    heads = [f"{word} {a} …" for a, _ in spans for word in ("ratio", "KL")]
+    columns = ["weights", "activations", "bits", *heads, "to reach (aim)", "quantized in"]
+    out = [_markdown(columns), "|" + "---|" * len(columns)]
+    for by_span in rows.values():
+        line = next(iter(by_span.values()))
+        target = target_of(line)
+        cells = [line["name"], line["act"], f"{line['bits_per_weight']:.3f}"]
+        for start, _ in spans:
+            cells += _figures(by_span.get(start), target)
+        seconds = line["quantize_s"]
+        wanted = "" if target is None else f"{target.reach:g} ({target.aim:g})"
+        out.append(_markdown([*cells, wanted, "" if seconds is None else f"{seconds:.0f} s"]))
+    return "\n".join(out)
+
+
+def row_of(line: Line) -> tuple[str, ...]:
+    """Lines with equal keys share a row: they differ in the span alone."""
+    return tuple(str(line.get(key)) for key in ("model", "text", "context", "name", "act", "device", "commit", "date"))
+
+
+def target_of(line: Line) -> Target | None:
+    """What its row was to reach; None where the issue names nothing, or where it takes more bits than the target allows."""
+    target = TARGETS.get((line["name"], line["act"]))
+    return None if target is None or line["bits_per_weight"] > target.bits else target
+
+
+def chart(lines: Sequence[Line]) -> str:
+    """Quality against bits a weight, a colour for each kind of activations, on the last span (on which nothing was chosen)."""
+    last = max(line["span"][0] for line in lines)
+    series: dict[str, list[Point]] = {}
+    for line in lines:
+        if line["span"][0] == last:
+            kind = "a4 and a8" if line["act"].startswith("a4, ") else line["act"]
+            value = line["ratio"] if line["ratio"] <= MOST else float("nan")
+            series.setdefault(kind, []).append(Point(line["bits_per_weight"], value, line["name"]))
+    bits = "bits a weight, everything stored counted"
+    return plot(series, bits, f"perplexity over float32's (tokens {last} …)", y_from=1.0)
+
+
+def _figures(line: Line | None, target: Target | None) -> list[str]:
+    if line is None:
+        return ["", ""]
+    ratio = f"{line['ratio']:.4f}"
+    if target is not None and line["ratio"] <= target.reach:
+        ratio = f"**{ratio}**"
+    return [f"{ratio} ± {line['se']:.4f}", f"{line['kl']:.4f} ± {line['kl_se']:.4f}"]
+
+
+def _reference(lines: Sequence[Line], span: tuple[int, ...]) -> float:
+    return float(next(x["ppl_ref"] for x in lines if tuple(x["span"]) == span))
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)

@@ -20,6 +20,7 @@ within what was to be reached. KL is KL(float32 || model) a token, in nats. Bits
 linears. `a8` is one int8 scale a weight group of a row, `a8-token` one a row, `a4` one 4-bit scale 64 columns with the clip
 that was chosen; float arithmetic is `a16`. The linears were run by `lowbit.prove.simulate`, which is the reference in
 float32. Choices of ours were made on the first span alone, if on any; nothing was ever chosen on the second."""
+LEFT_OUT = (", no ", "without", "iterative")  # words of names that the chart leaves out
 MOST = 1.6  # ratios above are left out of the chart, and counted there
 
 
@@ -109,14 +110,21 @@ def target_of(line: Line) -> Target | None:
 
 
 def chart(lines: Sequence[Line]) -> str:
-    """Quality against bits a weight, a colour for each kind of activations, on the last span (on which nothing was chosen)."""
+    """Quality against bits a weight, a colour for each kind of activations, on the last span (on which nothing was chosen).
+
+    Ways to quantize with a part left out are in the tables alone; of the others the first mark has the name.
+    """
     last = max(line["span"][0] for line in lines)
     series: dict[str, list[Point]] = {}
+    named: set[str] = set()
     for line in lines:
-        if line["span"][0] == last:
-            kind = "a4 and a8" if line["act"].startswith("a4, ") else line["act"]
-            value = line["ratio"] if line["ratio"] <= MOST else float("nan")
-            series.setdefault(kind, []).append(Point(line["bits_per_weight"], value, line["name"]))
+        if line["span"][0] != last or any(word in line["name"] + line["act"] for word in LEFT_OUT):
+            continue
+        kind = "a4 and a8" if line["act"].startswith("a4, ") else line["act"]
+        value = line["ratio"] if line["ratio"] <= MOST else float("nan")
+        label = "" if line["name"] in named else line["name"]
+        named.add(line["name"])
+        series.setdefault(kind, []).append(Point(line["bits_per_weight"], value, label))
     bits = "bits a weight, everything stored counted"
     return plot(series, bits, f"perplexity over float32's (tokens {last} …)", y_from=1.0)
 

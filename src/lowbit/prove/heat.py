@@ -95,8 +95,8 @@ def sensitivity_bars(budget: Mapping[str, Any], what: str) -> str:
         out.append(svg.text(x + 18, y + 11, f"runs at {bits} bits"))
     y += 24
     for title, bars in panels.items():
-        out.append(svg.text(8, y + 14, title, more=' font-weight="600"'))
-        y += 22
+        out.append(svg.text(8, y + 14, title, more=svg.BOLD))
+        y += 32
         floor = y + tall
         cell = min(_CELL, (WIDTH - 80) / max(len(bars), 1))
         for part in (0.0, 0.5, 1.0):

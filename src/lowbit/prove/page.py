@@ -34,14 +34,17 @@ def evaluation(found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, Any]
         ),
         report.table(*_table(rows, names)),
     ]
-    if len(rows) > 1:
-        compared = found["reference"] is not None
+    compared = found["reference"] is not None
+    drawn = [row for row in rows if not compared or "ratio" in row]  # the reference's own ratio is 1
+    if len(rows) > 1 and drawn:
+        key = "ratio" if compared else "perplexity"
         points = {
-            kind: [Point(r["bits_per_weight"], _quality(r, compared), names[r["model"]]) for r in some]
-            for kind, some in _kinds(rows).items()
+            kind: [Point(r["bits_per_weight"], r[key], names[r["model"]]) for r in some]
+            for kind, some in _kinds(drawn).items()
         }
         y = "perplexity over the reference's" if compared else "perplexity"
-        drawing = report.plot(points, "bits a weight, everything stored of the linears counted", y, x_from=0)
+        bits = "bits a weight, everything stored of the linears counted"
+        drawing = report.plot(points, bits, y, y_from=1.0 if compared else None)
         parts += ["<h2>Quality against size</h2>", report.figure(drawing, "Lower and further left is better.")]
     for row in rows:
         if row.get("layers"):
@@ -63,12 +66,6 @@ def evaluation(found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, Any]
         )
         parts += ["<h2>Sensitivity</h2>", report.figure(sensitivity_bars(budget, what), caption)]
     return report.page("What quantization cost", parts)
-
-
-def _quality(row: Mapping[str, Any], compared: bool) -> float:
-    if not compared:
-        return float(row["perplexity"])
-    return float(row.get("ratio", 1.0))
 
 
 def _kinds(rows: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

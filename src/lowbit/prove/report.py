@@ -16,10 +16,10 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 48  # margins around its frame
 LEGEND = 136  # beside the frame, so that no mark is under it
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 60rem; margin: 2rem auto;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 66rem; margin: 2rem auto;
        padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid #d4d4d4; text-align: right; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: .92rem; display: block; overflow-x: auto; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid #d4d4d4; text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid #1b1b1b; font-weight: 600; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; overflow-x: auto; }
@@ -120,8 +120,8 @@ def plot(
 def _label(x: float, y: float, words: str, taken: list[tuple[float, float, float, float]], right: float) -> list[str]:
     """The label of a mark where it covers no mark and no label; nothing where all places are taken (the tip has it)."""
     width = svg.LETTER * len(words)
-    for dy in (-8, 4, 18, -22, 32):
-        for start in (x + 8, x - 8 - width):
+    for start in (x + 8, x - 8 - width):
+        for dy in (4, -8, 18):
             frame = (start, y + dy - 11, start + width, y + dy + 3)
             free = all(frame[2] < a or c < frame[0] or frame[3] < b or d < frame[1] for a, b, c, d in taken)
             if free and start >= LEFT and frame[2] <= right and frame[1] >= TOP and frame[3] <= HEIGHT - BOTTOM:
@@ -145,7 +145,7 @@ def bars(panels: Sequence[tuple[str, Sequence[Bar]]], what: str) -> str:
     y, out = 24.0, [svg.text(8, 18, what, "start")]
     for title, row in panels:
         y += 26
-        out.append(f'<text x="8" y="{y:.0f}" font-weight="600">{escape(title)}</text>')
+        out.append(svg.text(8, y, title, more=svg.BOLD))
         y += 8
         longest = max((bar.value for bar in row), default=0.0) or 1.0
         for bar in row:

@@ -7,6 +7,7 @@ from html import escape
 
 COLOURS = ("#1f5fa8", "#c4541a", "#2e7d4f", "#7a3e9d", "#9a7400", "#b3264a", "#3b7f8c", "#555555")  # dark on white
 GREY = "#9aa3ad"
+BOLD = ' style="font-weight:600"'  # a style: a page's own rule for text would win over an attribute
 LETTER = 6.6  # width of a 12 px letter, on average or more
 
 

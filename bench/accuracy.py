@@ -17,8 +17,9 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as changed
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,14 @@ import lowbit
 from lowbit.bench.timer import machine
 from lowbit.checkpoint import open_checkpoint
 from lowbit.models.calibrate import quantize_model
+from lowbit.models.calibration_inputs import read_calibration
 from lowbit.models.plan import make_plan
 from lowbit.models.recipes import matches
+from lowbit.models.sweep import TOKENS, WINDOW, Sweep, inputs_of
 from lowbit.prove.compare import perplexity_of, windows_of
 from lowbit.prove.paired import Scores, agreement, mean_of, ratio, score
-from lowbit.prove.simulate import running, simulate, stored_bits
+from lowbit.prove.simulate import Simulated, running, simulate, stored_bits
+from lowbit.quantize.budget import Candidate, choose
 from lowbit.types import SCHEMES, Activation, QuantizedWeight, Scheme
 
 SPANS = (60000, 100000)  # first tokens: choices were made on the first span, none on the second
@@ -65,7 +69,7 @@ def _svd(name: str, acts: tuple[str, ...] = ("a4", "a8-token"), **options: Any) 
 EVERY = ("a4", "a4, gate and up a8", "a4, gate and up a8-token", "a8-token")
 W8A8 = SCHEMES["w8a8"]
 RECIPES = (
-    _svd("w4a4 rank 16", (*EVERY, "a4 without clip", "a8", "a16")),
+    _svd("w4a4 rank 16", (*EVERY, "a4, budget 4.5", "a4, budget 5", "a4, budget 6", "a4 without clip", "a8", "a16")),
     _svd("w4a4 rank 16, two-level scales", EVERY, scales="two-level"),
     _svd("w4a4 rank 16, channel scales", EVERY, scales="channel"),
     _w4("w4 g64 symmetric, gptq", "gptq", 64, True, ("a16", "a8", "a8-token")),
@@ -90,20 +94,55 @@ RECIPES = (
 )
 
 
-def activations(act: str, quantized: Mapping[str, QuantizedWeight]) -> dict[str, Activation]:
-    """What every linear runs with under one of the names of a recipe's ``acts``. ``a4`` keeps each linear's own clip."""
-    words = {"a16": Activation(16, "none"), "a8": Activation(8, "group"), "a8-token": Activation(8, "token")}
-    if act in words:
-        return dict.fromkeys(quantized, words[act])
-    found = {}
-    for name, q in quantized.items():
-        own = q.activation if q.activation is not None and q.activation.bits == 4 else Activation(4, "group")
-        found[name] = own._replace(clip=1.0) if act == "a4 without clip" else own
-        if act.startswith("a4, gate and up ") and matches(name, GATES):
-            found[name] = words[act.rpartition(" ")[2]]
-    if act not in ("a4", "a4 without clip") and not act.startswith("a4, gate and up "):
-        raise ValueError(f"act: found {act!r}, accepted are {', '.join(words)}, a4 and its variants")
+WORDS = {"a16": Activation(16, "none"), "a8": Activation(8, "group"), "a8-token": Activation(8, "token")}
+
+
+def activations(
+    act: str, quantized: Mapping[str, QuantizedWeight], measured: Callable[[], list[Candidate]] | None = None
+) -> dict[str, Activation]:
+    """What every linear runs with under one of the names of a recipe's ``acts``. ``a4`` keeps each linear's own clip.
+
+    ``measured`` gives the sensitivity of every input, for ``a4, budget B``: B bits on average, 8 where it pays most.
+    """
+    if act in WORDS:
+        return dict.fromkeys(quantized, WORDS[act])
+    found = {name: _four(q, keep=act != "a4 without clip") for name, q in quantized.items()}
+    if act.startswith("a4, gate and up "):
+        return found | {name: WORDS[act.rpartition(" ")[2]] for name in quantized if matches(name, GATES)}
+    if act.startswith("a4, budget ") and measured is not None:
+        candidates = measured()
+        bits = choose(candidates, float(act.rpartition(" ")[2]))
+        eight = [name for c, b in zip(candidates, bits, strict=True) if b == 8 for name in c.names]
+        return found | dict.fromkeys(eight, WORDS["a8-token"])
+    if act not in ("a4", "a4 without clip"):
+        raise ValueError(f"act: found {act!r}, accepted are {', '.join(WORDS)}, a4 and its variants")
     return found
+
+
+def _four(q: QuantizedWeight, keep: bool = True) -> Activation:
+    own = q.activation if q.activation is not None and q.activation.bits == 4 else Activation(4, "group")
+    return own if keep else own._replace(clip=1.0)
+
+
+def sensitivities(
+    model: Any,
+    layers: Mapping[str, Simulated],
+    quantized: Mapping[str, QuantizedWeight],
+    calibration: Any,
+    tokenizer: Any,
+) -> list[Candidate]:
+    """What every input loses at 4 bits with the rest at 8 a token, as ``lowbit quantize --budget`` measures it."""
+    text = read_calibration(calibration, tokenizer, tokens=TOKENS, window=WINDOW)
+
+    def switch(names: Sequence[str], bits: int) -> None:
+        for name in names:
+            layers[name].activation = _four(quantized[name]) if bits == 4 else WORDS["a8-token"]
+
+    with running(layers, dict.fromkeys(quantized, WORDS["a8-token"])):
+        sweep = Sweep(model, text, switch)
+        groups = inputs_of(model, quantized)
+        sizes = [sum(quantized[name].n * quantized[name].k for name in names) for names in groups]
+        return [Candidate(names, size, sweep.loss(names)) for names, size in zip(groups, sizes, strict=True)]
 
 
 def run(
@@ -143,7 +182,7 @@ def run(
             "calibration_tokens": report.calibration_tokens,
             "rtn_linears": rounded,
         }
-        lines += _evaluate(model, reference, quantized, asked, spans, before, made, out)
+        lines += _evaluate(model, reference, quantized, asked, spans, before, made, out, calibration, tokenizer)
         del model, quantized
     return lines
 
@@ -184,19 +223,25 @@ def _evaluate(
     before: Mapping[int, Scores],
     made: Mapping[str, Any],
     out: Path,
+    calibration: Any = None,
+    tokenizer: Any = None,
 ) -> list[dict[str, Any]]:
     layers = simulate(model, quantized)
+    measured = cache(lambda: sensitivities(model, layers, quantized, calibration, tokenizer))
+    weights = sum(q.n * q.k for q in quantized.values())
     bits = round(stored_bits(quantized), 4)
     lines = []
     for line in asked:
         start = line["span"][0]
-        with running(layers, activations(line["act"], quantized)):
+        chosen = activations(line["act"], quantized, measured)
+        with running(layers, chosen):
             found = score(model, spans[start], reference)
         assert found.kl is not None
         against, kl = ratio(found.nll, before[start].nll), mean_of(found.kl)
         line |= {
             **made,
             "bits_per_weight": bits,
+            "activation_bits": round(sum(chosen[n].bits * q.n * q.k for n, q in quantized.items()) / weights, 4),
             "tokens": found.nll.numel(),
             "ppl": perplexity_of(found.nll),
             "ppl_ref": perplexity_of(before[start].nll),

@@ -17,6 +17,7 @@ from torch import nn
 
 import samples
 from lowbit import reference
+from lowbit.formats import lowbit as lowbit_format
 from lowbit.prove.paired import agreement, mean_of, ratio, score
 from lowbit.prove.simulate import Simulated, running, simulate, stored_bits
 from lowbit.types import Activation, FormatError, LowRank, QuantizedWeight
@@ -74,11 +75,14 @@ def test_activations_change_for_a_while_and_come_back() -> None:
 
 
 def test_stored_bits_count_everything_but_the_bias() -> None:
-    q = samples.weight(64, 128, 64, zeros=True, smooth=True, bias=True)
-    # codes 4, fp16 scale and uint8 zero a group of 64, one fp16 a column of 64 rows
-    assert stored_bits({"a": q}) == 4 + (16 + 8) / 64 + 16 / 64
+    q = samples.weight(64, 128, 64, zeros=False, smooth=True, bias=True)
+    # codes 4, an fp16 scale a group of 64, one fp16 a column of 64 rows
+    assert stored_bits({"a": q}) == 4 + 16 / 64 + 16 / 64
+    zeros = samples.weight(64, 128, 64, zeros=True, smooth=True, bias=True)
+    of_zeros = lowbit_format.write(zeros, "a")["a.w_zeros"].nbytes
+    assert stored_bits({"a": zeros}) == 4 + 16 / 64 + 16 / 64 + 8 * of_zeros / (64 * 128) and of_zeros > 0
     branch = LowRank(torch.zeros(128, 16).half(), torch.zeros(64, 16).half())
-    assert stored_bits({"a": q.with_(low_rank=branch)}) == 4 + 24 / 64 + 16 / 64 + 16 * 16 * (128 + 64) / (64 * 128)
+    assert stored_bits({"a": q.with_(low_rank=branch)}) == 4 + 16 / 64 + 16 / 64 + 16 * 16 * (128 + 64) / (64 * 128)
 
 
 def test_the_ratio_is_paired() -> None:
@@ -135,6 +139,10 @@ def test_the_script_writes_every_line_once(plain: Path, tmp_path: Path, capsys: 
     assert four["ppl"] != eight["ppl"] and four["ppl_ref"] == eight["ppl_ref"] and four["kl"] > eight["kl"] > 0
     assert math.isclose(four["ratio"], four["ppl"] / four["ppl_ref"], rel_tol=1e-9) and four["se"] > 0
     assert by["w8 per row, gptq", "a8-token", 64]["bits_per_weight"] > 8
+    spent = {act: by["w4a4 rank 16", act, 64] for act in ("a4", "a4, budget 4.5", "a4, budget 6", "a8-token")}
+    bits = [x["activation_bits"] for x in spent.values()]
+    assert bits[0] == 4 and 4 < bits[1] <= 4.5 and 5 < bits[2] <= 6 and bits[3] == 8
+    assert spent["a4"]["kl"] > spent["a4, budget 6"]["kl"] > spent["a8-token"]["kl"]
     for x in lines:
         assert {"model", "method", "options", "device", "torch", "transformers", "lowbit", "date"} <= set(x)
     size = out.stat().st_size

@@ -67,6 +67,7 @@ def test_accuracy_stands_beside_what_was_to_be_reached(tmp_path: Path) -> None:
         *judged("w4a4 rank 16", "w4a4", "a4", 5.0, 1.16, 1.21),
         *judged("w4 g64 symmetric, gptq", "w4", "a8", 4.27, 1.11, 1.115),
         *judged("w4 g64 asymmetric, gptq", "w4", "a8", 4.4, 1.10, 1.10),  # more bits than its target allows
+        *({**x, "activation_bits": 4.98} for x in judged("w4a4 rank 16", "w4a4", "a4, budget 5", 5.0, 1.15, 1.15)),
         *judged("w4a4 rank 16, iterative", "w4a4", "a4", 5.0, 3.06, 3.1),
         *judged("w4 g64 symmetric, rtn", "w4", "a4", 4.25, 4.0, 4.1),
     ]
@@ -75,7 +76,10 @@ def test_accuracy_stands_beside_what_was_to_be_reached(tmp_path: Path) -> None:
     lines = numbers.read([str(path)])
     counted(lines)
     page = numbers.page(lines)
-    rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("| w4")}
+    rows = {
+        row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("| w4") and "budget" not in row
+    }
+    assert "| a4, budget 5 (4.98 bits) |" in page
     assert "| **1.1600** ± 0.0040 |" in rows["w4a4 rank 16"] and "| 1.2100 ± 0.0040 |" in rows["w4a4 rank 16"]
     assert "| 1.2 (1.14) |" in rows["w4a4 rank 16"] and "**1.1150**" in rows["w4 g64 symmetric, gptq"]
     assert "1.12" not in rows["w4 g64 asymmetric, gptq"] and "**" not in rows["w4 g64 asymmetric, gptq"]

@@ -18,7 +18,7 @@ TABLES = {
 TOLD = """Ratios are of perplexity to float32's over the same tokens, ± their paired standard error; **bold** where the ratio is
 within what was to be reached. KL is KL(float32 || model) a token, in nats. Bits count everything that is stored of the
 linears. `a8` is one int8 scale a weight group of a row, `a8-token` one a row, `a4` one 4-bit scale 64 columns with the clip
-that was chosen; float arithmetic is `a16`. The linears were run by `lowbit.prove.simulate`, which is the reference in
+that was chosen; `budget B` is what `lowbit quantize --budget B` does; float arithmetic is `a16`. The linears were run by `lowbit.prove.simulate`, which is the reference in
 float32. Choices of ours were made on the first span alone, if on any; nothing was ever chosen on the second."""
 LEFT_OUT = (", no ", "without", "iterative")  # words of names that the chart leaves out
 MOST = 1.6  # ratios above are left out of the chart, and counted there
@@ -89,7 +89,9 @@ def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
     for by_span in rows.values():
         line = next(iter(by_span.values()))
         target = target_of(line)
-        cells = [line["name"], line["act"], f"{line['bits_per_weight']:.3f}"]
+        mixed = line.get("activation_bits") not in (None, 4, 8, 16)
+        act = f"{line['act']} ({line['activation_bits']:.2f} bits)" if mixed else line["act"]
+        cells = [line["name"], act, f"{line['bits_per_weight']:.3f}"]
         for start, _ in spans:
             cells += _figures(by_span.get(start), target)
         seconds = line["quantize_s"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.models import sensitivity
+from lowbit.models import sensitivity, sweep
 from lowbit.models.calibrate import Progress, Report, quantize_model
 from lowbit.models.calibration_inputs import read_calibration
 from lowbit.models.load import resolve_activation, untie
@@ -121,13 +121,9 @@ def quantize(
     if heads:
         untie(model)
     if budget is not None and calibration is not None:
-        text = read_calibration(
-            calibration,
-            tokenizer,
-            tokens=sensitivity.TOKENS,
-            window=sensitivity.WINDOW,
-            seed=options.get("seed", 0),  # type: ignore[arg-type]
-        )
+        again: Any = calibration
+        seed = options.get("seed", 0)
+        text = read_calibration(again, tokenizer, tokens=sweep.TOKENS, window=sweep.WINDOW, seed=seed)
         report.budget = sensitivity.spend(model, text, budget, list(fixed), progress is True)
         made["budget"] = report.budget.to_dict()
     model.lowbit_made = made  # type: ignore[assignment]

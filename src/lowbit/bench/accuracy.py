@@ -17,9 +17,10 @@ TABLES = {
 }
 TOLD = """Ratios are of perplexity to float32's over the same tokens, ± their paired standard error; **bold** where the ratio is
 within what was to be reached. KL is KL(float32 || model) a token, in nats. Bits count everything that is stored of the
-linears. `a8` is one int8 scale a weight group of a row, `a8-token` one a row, `a4` one 4-bit scale 64 columns with the clip
-that was chosen; `budget B` is what `lowbit quantize --budget B` does; float arithmetic is `a16`. The linears were run by `lowbit.prove.simulate`, which is the reference in
-float32. Choices of ours were made on the first span alone, if on any; nothing was ever chosen on the second."""
+linears. `a8` is one int8 scale a weight group of a row, `a8-token` one a row, `a4` one 4-bit scale 64 columns with the
+clip that was chosen; `budget B` is what `lowbit quantize --budget B` does; float arithmetic is `a16`. The linears were run
+by `lowbit.prove.simulate`, which is the reference in float32. Choices of ours were made on the first span alone, if on
+any; nothing was ever chosen on the second."""
 LEFT_OUT = (", no ", "without", "iterative")  # words of names that the chart leaves out
 MOST = 1.6  # ratios above are left out of the chart, and counted there
 

@@ -97,6 +97,8 @@ def test_the_reference_may_be_named_and_4_bits_simulated(models: Path, capsys: p
     assert found["reference"] == str(models / "plain") and len(found["models"]) == 1
     assert exact["models"][0]["ratio"] != found["models"][0]["ratio"]
     assert 0 < exact["models"][0]["simulated_4_bit_linears"] < 14  # the budget took some
+    turned = run(capsys, "eval", models / "plain", *common(models), "--reference", models / "w4a4", "--exact")
+    assert turned["models"][0]["ratio"] == pytest.approx(1 / exact["models"][0]["ratio"], rel=1e-9)
     both = run(capsys, "eval", models / "plain", models / "other", *common(models), "--reference", models / "other")
     assert "ratio" in both["models"][0] and "ratio" not in both["models"][1]
 

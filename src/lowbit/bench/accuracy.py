@@ -11,9 +11,10 @@ Line = Mapping[str, Any]
 
 TABLES = {
     "w4": "4-bit weights, float or 8-bit activations",
+    "peers": "4-bit weights of other tools: their own dequantized weights, our evaluator",
+    "checkpoints": "Checkpoints of other tools, our evaluator",
     "w8a8": "8-bit weights and activations",
     "w4a4": "4-bit weights with a low rank, 4- and 8-bit activations",
-    "checkpoints": "Checkpoints of other tools, our evaluator",
 }
 TOLD = """Ratios are of perplexity to float32's over the same tokens, ± their paired standard error; **bold** where the ratio is
 within what was to be reached. KL is KL(float32 || model) a token, in nats. Bits count everything that is stored of the
@@ -21,6 +22,7 @@ linears. `a8` is one int8 scale a weight group of a row, `a8-token` one a row, `
 clip that was chosen; `budget B` is what `lowbit quantize --budget B` does; float arithmetic is `a16`. The linears were run
 by `lowbit.prove.simulate`, which is the reference in float32. Choices of ours were made on the first span alone, if on
 any; nothing was ever chosen on the second."""
+THEIRS = ("peers", "checkpoints")  # tables of what other tools made, each with settings of its own
 LEFT_OUT = (", no ", "without", "iterative")  # words of names that the chart leaves out
 MOST = 1.6  # ratios above are left out of the chart, and counted there
 
@@ -60,7 +62,7 @@ def chapter(lines: Sequence[Line], chart: str) -> str:
     first = lines[0]
     spans = sorted({tuple(x["span"]) for x in lines})
     plain = "; ".join(f"tokens {a} … {b - 1}: {_reference(lines, (a, b)):.3f}" for a, b in spans)
-    made = next((x["calibration"] for x in lines if x["calibration"]), None)
+    made = next((x["calibration"] for x in lines if x["calibration"] and x["table"] not in THEIRS), None)
     on = "" if made is None else f" Calibrated on {made[0]}, {made[1]} tokens in windows of {made[2]}."
     runs = [
         f"{x['device']}, torch {x['torch']}, lowbit {x['lowbit']}, commit {x['commit']}, {x['date']}" for x in lines
@@ -80,12 +82,16 @@ def chapter(lines: Sequence[Line], chart: str) -> str:
 
 
 def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
-    """A row for each way of quantizing and of activations, in the order of the lines; two columns a span."""
+    """A row for each way of quantizing and of activations, in the order of the lines; two columns a span.
+
+    Other tools' rows have their settings where ours have what was to be reached.
+    """
+    theirs = lines[0]["table"] in THEIRS
     rows: dict[tuple[str, ...], dict[int, Line]] = {}
     for line in lines:
         rows.setdefault(row_of(line), {})[line["span"][0]] = line
     heads = [f"{word} {a} …" for a, _ in spans for word in ("ratio", "KL")]
-    columns = ["weights", "activations", "bits", *heads, "to reach (aim)", "quantized in"]
+    columns = ["weights", "activations", "bits", *heads, "settings" if theirs else "to reach (aim)", "quantized in"]
     out = [_markdown(columns), "|" + "---|" * len(columns)]
     for by_span in rows.values():
         line = next(iter(by_span.values()))
@@ -95,9 +101,12 @@ def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
         cells = [line["name"], act, f"{line['bits_per_weight']:.3f}"]
         for start, _ in spans:
             cells += _figures(by_span.get(start), target)
-        seconds = line["quantize_s"]
+        seconds, where = line["quantize_s"], line.get("quantize_device")
         wanted = "" if target is None else f"{target.reach:g} ({target.aim:g})"
-        out.append(_markdown([*cells, wanted, "" if seconds is None else f"{seconds:.0f} s"]))
+        if theirs:
+            wanted = ", ".join(f"{key} {value}" for key, value in line.get("settings", {}).items()).replace("|", "/")
+        took = "" if seconds is None else f"{seconds:.0f} s" + (f" on {where}" if where else "")
+        out.append(_markdown([*cells, wanted, took]))
     return "\n".join(out)
 
 
@@ -138,7 +147,8 @@ def _figures(line: Line | None, target: Target | None) -> list[str]:
     ratio = f"{line['ratio']:.4f}"
     if target is not None and line["ratio"] <= target.reach:
         ratio = f"**{ratio}**"
-    return [f"{ratio} ± {line['se']:.4f}", f"{line['kl']:.4f} ± {line['kl_se']:.4f}"]
+    kl = f"{line['kl']:.4f} ± {line['kl_se']:.4f}" if "kl" in line else ""
+    return [f"{ratio} ± {line['se']:.4f}", kl]
 
 
 def _reference(lines: Sequence[Line], span: tuple[int, ...]) -> float:

@@ -78,8 +78,8 @@ def evaluate(
     beside: dict[str, Any] = {}
     if compares and base is not None:
         kept = _load(base, questions)
-        before = score(kept, windows, progress=progress(base) if progress else None)
         beside = {"bytes": model_bytes(kept), "simulated_4_bit_linears": exactly(kept) if questions.exact else 0}
+        before = score(kept, windows, progress=progress(base) if progress else None)
         if questions.agreement:
             written = generation.continue_greedily(kept, generation.prompts_of(windows, questions.agreement))
         if not (questions.kl or questions.layers):

@@ -193,9 +193,9 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def _add(linear: QuantLinear, tensors: list[Tensor], sizes: list[int]) -> None:
-    side = (linear.bias, linear.perm, linear.smooth)
+    side = (linear.bias, linear.perm, linear.smooth, linear.down, linear.up)
     tensors += [linear.packed, *(_NONE if t is None else t for t in side)]
-    sizes += [linear.group_size, linear.bits, ops.ACTIVATIONS[linear.activation]]
+    sizes += [linear.group_size, linear.bits, ops.ACTIVATIONS[linear.activation], linear.hadamard]
 
 
 _made: weakref.WeakKeyDictionary[nn.Module, tuple[object, Decoder]] = weakref.WeakKeyDictionary()
@@ -204,7 +204,7 @@ _made: weakref.WeakKeyDictionary[nn.Module, tuple[object, Decoder]] = weakref.We
 def native(model: PreTrainedModel, head: str = "w8a8") -> Decoder:
     """``Decoder.from_model``, made once and again only where a tensor of the model was replaced or written to."""
     parts = collect(model)
-    settings = [linear.activation for _, linears in parts.layers for linear in linears]
+    settings = [(one.activation, one.hadamard) for _, linears in parts.layers for one in linears]
     state = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in parts.tensors()]
     mark: object = (head, settings, state)
     known = _made.get(model)

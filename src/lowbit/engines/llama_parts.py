@@ -76,8 +76,8 @@ def collect(model: Any) -> Parts:
         if size % 16:
             raise _refuse(name, size, "a multiple of 16")
     head = model.lm_head
-    if isinstance(head, QuantLinear) and (head.plain is not None or head.hadamard or head.rank):
-        raise _refuse("lm_head", "a layer without a kernel of its own", "packed weights")
+    if isinstance(head, QuantLinear):
+        _runs("lm_head", head)
     if not isinstance(head, QuantLinear) and type(head) is not nn.Linear:
         raise _refuse("lm_head", type(head).__name__, "Linear or QuantLinear")
     for name, module in model.named_modules():
@@ -113,11 +113,15 @@ def _linear(block: nn.Module, name: str, prefix: str) -> QuantLinear:
     linear = block.get_submodule(name)
     if not isinstance(linear, QuantLinear):
         raise _refuse(f"{prefix}.{name}", type(linear).__name__, "QuantLinear")
-    if linear.plain is not None:
-        raise _refuse(f"{prefix}.{name}", "a layer without a kernel", "packed weights")
-    if linear.hadamard or linear.rank or linear.activation_bits == 4:
-        raise _refuse(f"{prefix}.{name}", "a Hadamard, a low rank or 4-bit activations", "a layer without")
+    _runs(f"{prefix}.{name}", linear)
     return linear
+
+
+def _runs(name: str, linear: QuantLinear) -> None:
+    if linear.plain is not None:
+        raise _refuse(name, "a layer without a kernel", "packed weights")
+    if linear.activation_bits == 4:
+        raise _refuse(name, "activations simulated in 4 bits", "activations of 8 bits, or float")
 
 
 def _norm(block: nn.Module, name: str, prefix: str, config: Any) -> Tensor | None:

@@ -95,10 +95,10 @@ def unpack(
     return codes, scales, zeros
 
 
-def pack_half(weight: Tensor) -> Tensor:
-    """float16 [N, K] -> float16 [panels, K rounded up to 4, 16]."""
-    panels = _panels(pad(weight.to(torch.float16), (0, -weight.shape[1] % 4))).mT
-    return pages.empty(tuple(panels.shape), torch.float16).copy_(panels)
+def pack_half(weight: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """float16 [N, K] -> float16 [panels, K rounded up to 4, 16], or the same of another ``dtype``."""
+    panels = _panels(pad(weight.to(dtype), (0, -weight.shape[1] % 4))).mT
+    return pages.empty(tuple(panels.shape), dtype).copy_(panels)
 
 
 def unpack_half(packed: Tensor, n: int, k: int) -> Tensor:

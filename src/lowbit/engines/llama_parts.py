@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lowbit import ops
+from lowbit.models import families
 from lowbit.nn import QuantLinear
 from lowbit.types import FormatError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = tuple(families.FAMILIES)
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # one table of angles for every length
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -18,7 +19,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "se
 
 
 def refuses(model: nn.Module) -> str | None:
-    """None where the native step runs ``model`` (a transformers causal LM), else the first reason why it does not."""
+    """None where the native step runs ``model`` (a causal LM of transformers, or its skeleton), else the first reason why it does not."""
     try:
         collect(model)
     except FormatError as error:

@@ -66,6 +66,12 @@ def _svd(name: str, acts: tuple[str, ...] = ("a4", "a8-token"), **options: Any) 
     return Recipe(name, "w4a4", SCHEMES["w4a4"], "svdquant", options, acts)
 
 
+def _rotated(name: str, group: int, symmetric: bool) -> Recipe:
+    """4-bit weights behind smoothing and Hadamard, no low rank: the best that the bits of group scales buy."""
+    scheme = changed(SCHEMES["w4a8"], group_size=group, symmetric=symmetric)
+    return Recipe(name, "w4", scheme, "svdquant", {"rank": 0}, ("a16", "a8", "a8-token"))
+
+
 EVERY = ("a4", "a4, gate and up a8", "a4, gate and up a8-token", "a8-token")
 W8A8 = SCHEMES["w8a8"]
 RECIPES = (
@@ -76,6 +82,10 @@ RECIPES = (
     _w4("w4 g64 asymmetric, gptq", "gptq", 64, False, ("a16", "a8", "a8-token")),
     _w4("w4 g32 symmetric, gptq", "gptq", 32, True, ("a16", "a8")),
     _w4("w4 g32 asymmetric, gptq", "gptq", 32, False, ("a16", "a8")),
+    _rotated("w4 g64 symmetric, smoothing and Hadamard", 64, True),
+    _rotated("w4 g64 asymmetric, smoothing and Hadamard", 64, False),
+    _rotated("w4 g32 symmetric, smoothing and Hadamard", 32, True),
+    _rotated("w4 g32 asymmetric, smoothing and Hadamard", 32, False),
     Recipe("w8 per row, gptq", "w8a8", W8A8, "gptq", {}, ("a8-token",)),
     Recipe("w8 per row, gptq, no channel scales", "w8a8", W8A8, "gptq", {"channel_scales": False}, ("a8-token",)),
     Recipe("w8 per row, rtn", "w8a8", W8A8, "rtn", {}, ("a8-token",)),

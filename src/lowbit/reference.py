@@ -85,7 +85,7 @@ def quantize_rows(
         raise ValueError(f"activation bits: found {activation.bits}, accepted are 8 and 4")
     codes = torch.where(usable.unsqueeze(-1), codes, torch.zeros_like(codes))
     scales = torch.where(amax < TINY, torch.zeros_like(scales), scales)
-    return codes.reshape(m, -1)[:, :k].to(torch.int8), scales
+    return codes.reshape(m, groups * size)[:, :k].to(torch.int8), scales
 
 
 def transform(x: Tensor, q: QuantizedWeight) -> Tensor:

@@ -40,9 +40,11 @@ def generate(args: argparse.Namespace) -> int:
     import torch
 
     from lowbit.engines.decode import TextStream, decode, encode, load_model
+    from lowbit.models.plain_tokenizer import plain_tokenizer
     from lowbit.models.tokenizer import tokenizer_of
 
-    tokenizer = tokenizer_of(args.model)
+    # templates are transformers' business
+    tokenizer = (None if args.chat else plain_tokenizer(args.model)) or tokenizer_of(args.model)
     model = load_model(args.model, args.activation, getattr(torch, args.dtype), args.engine)
     stream = TextStream(tokenizer, (lambda text: None) if args.json else _write)
     if not args.json and not args.chat:

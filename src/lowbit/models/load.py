@@ -48,6 +48,16 @@ def load(
     chosen = resolve_activation(activation)
     checkpoint = open_checkpoint(local_directory(path))
     model = build_empty(checkpoint.path, dtype or torch.float32)
+    complete(model, checkpoint, chosen, dtype)
+    generation_config(model, checkpoint.path)
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def complete(model: nn.Module, checkpoint: Checkpoint, chosen: Activation | None, dtype: torch.dtype | None) -> None:
+    """Fill a model that was built empty, as ``load`` promises. Of a model of transformers it asks the names of its
+    modules and parameters, ``get_expanded_tied_weights_keys`` and ``config.tie_word_embeddings``, no more."""
     plan = make_plan(model, checkpoint)
     for name in plan.layers:  # every refusal that needs no data comes first
         get_linear(model, name)
@@ -62,13 +72,9 @@ def load(
     _refuse_meta(model, checkpoint)
     model.requires_grad_(False)
     model.train(False)
-    _generation_config(model, checkpoint.path)
-    model.name_or_path = str(checkpoint.path)
+    model.name_or_path = str(checkpoint.path)  # type: ignore[assignment]
     model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256", "budget")}  # type: ignore[assignment]
-    if device is not None:
-        model.to(device)  # type: ignore[arg-type]
     drop_clean_pages(checkpoint.path)
-    return model
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -238,7 +244,7 @@ def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dty
                 table[key] = nn.Parameter(data, requires_grad=False) if isinstance(old, nn.Parameter) else data
 
 
-def _tie(model: PreTrainedModel, plan: Plan) -> None:
+def _tie(model: nn.Module, plan: Plan) -> None:
     """Share storage where the config ties and the file agrees; elsewhere say in the config that nothing is tied."""
     tied = tied_names(model)
     if not tied:
@@ -258,7 +264,7 @@ def _tie(model: PreTrainedModel, plan: Plan) -> None:
         setattr(model.get_submodule(parent), leaf, model.get_parameter(source))
 
 
-def untie(model: PreTrainedModel) -> None:
+def untie(model: nn.Module) -> None:
     """Say in every config of the model that the head is its own, so that ``tie_weights()`` leaves it alone."""
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -274,7 +280,7 @@ def _refuse_meta(model: nn.Module, checkpoint: Checkpoint) -> None:
         raise FormatError(f"{checkpoint.path}: found no data for {listed(left)}, accepted is a complete model")
 
 
-def _generation_config(model: PreTrainedModel, path: Path) -> None:
+def generation_config(model: PreTrainedModel, path: Path) -> None:
     from transformers import GenerationConfig
 
     if (path / "generation_config.json").is_file() and model.can_generate():

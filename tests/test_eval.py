@@ -150,7 +150,7 @@ def test_agreement_and_layers_in_the_rows(models: Path, capsys: pytest.CaptureFi
     assert "generation" not in rows[0] and rows[1]["generation"]["prompts"] == 3
     assert 0 <= rows[1]["generation"]["share"] <= 1
     assert [e["name"] for e in rows[1]["layers"]][:2] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
-    assert len(rows[1]["layers"]) == 14 and all(0 < e["error"] < 1 and e["rows"] == 64 for e in rows[1]["layers"])
+    assert len(rows[1]["layers"]) == 14 and all(0 < e["error"] < 1 and e["rows"] == 63 for e in rows[1]["layers"])
     assert (
         main(["eval", *(str(models / n) for n in ("plain", "w4a4")), *map(str, common(models)), *map(str, more)]) == 0
     )

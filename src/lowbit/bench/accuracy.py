@@ -1,11 +1,11 @@
-"""Lines of bench/accuracy.py as tables beside what was to be reached, and as one chart: quality against bits a weight."""
+"""Lines of bench/accuracy.py as tables beside what was to be reached, and as charts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lowbit.prove.report import Point, plot
+from lowbit.prove.report import Bar, Point, bars, plot
 
 Line = Mapping[str, Any]
 
@@ -23,8 +23,8 @@ clip that was chosen; `budget B` is what `lowbit quantize --budget B` does; floa
 by `lowbit.prove.simulate`, which is the reference in float32. Choices of ours were made on the first span alone, if on
 any; nothing was ever chosen on the second. "Beside 9": so many jobs of this kind shared the device while it was timed."""
 THEIRS = ("peers", "checkpoints")  # tables of what other tools made, each with settings of its own
-LEFT_OUT = (", no ", "without", "iterative")  # words of names that the chart leaves out
-MOST = 1.6  # ratios above are left out of the chart, and counted there
+LEFT_OUT = (", no ", "without", "iterative")  # words of names that the plot leaves out
+MOST = 1.6  # ratios above are left out of the charts, and counted there
 
 
 class Target(NamedTuple):
@@ -35,18 +35,19 @@ class Target(NamedTuple):
     bits: float = float("inf")
 
 
-_G64, _G32 = Target(1.12, 1.09, 4.35), Target(1.08, 1.06, 4.68)
 _MIXED = Target(1.14, 1.11)
-_KINDS, _HOW = ("symmetric", "asymmetric"), ("gptq", "smoothing and Hadamard")
-TARGETS: dict[tuple[str, str], Target] = {
-    **{(f"w4 g64 {kind}, {how}", act): _G64 for kind in _KINDS for how in _HOW for act in ("a16", "a8")},
-    **{(f"w4 g32 {kind}, {how}", "a8"): _G32 for kind in _KINDS for how in _HOW},
+NAMED: dict[tuple[str, str], Target] = {
     ("w8 per row, gptq", "a8-token"): Target(1.015, 1.008),
     ("w4a4 rank 16", "a4"): Target(1.20, 1.14),
     ("w4a4 rank 16", "a4, gate and up a8"): _MIXED,
     ("w4a4 rank 16", "a4, gate and up a8-token"): _MIXED,
     ("w4a4 rank 16, two-level scales", "a8-token"): Target(1.08, 1.05),
     ("w4a4 rank 16, channel scales", "a8-token"): Target(1.10, 1.07),
+}
+GROUPS: dict[tuple[int, str], Target] = {  # of the table "w4", all that are not plain rounding
+    (64, "a16"): Target(1.12, 1.09, 4.35),
+    (64, "a8"): Target(1.12, 1.09, 4.35),
+    (32, "a8"): Target(1.08, 1.06, 4.68),
 }
 
 
@@ -58,28 +59,31 @@ def models(lines: Sequence[Line]) -> list[list[Line]]:
     return list(found.values())
 
 
-def chapter(lines: Sequence[Line], chart: str) -> str:
-    """The tables of one model; ``chart`` is the address of its chart."""
+def chapter(lines: Sequence[Line], charts: Mapping[str, str]) -> str:
+    """The tables of one model; ``charts`` {what of ``drawings``: address}."""
     first = lines[0]
     spans = sorted({tuple(x["span"]) for x in lines})
     plain = "; ".join(f"tokens {a} … {b - 1}: {_reference(lines, (a, b)):.3f}" for a, b in spans)
     made = next((x["calibration"] for x in lines if x["calibration"] and x["table"] not in THEIRS), None)
     on = "" if made is None else f" Calibrated on {made[0]}, {made[1]} tokens in windows of {made[2]}."
-    runs = [
-        f"{x['device']}, torch {x['torch']}, lowbit {x['lowbit']}, commit {x['commit']}, {x['date']}" for x in lines
-    ]
-    where = "; ".join(dict.fromkeys(runs))
+    where = _several(f"{x['device']}, torch {x['torch']}, lowbit {x['lowbit']}, {x['date']}" for x in lines)
+    commits = _several(str(x["commit"]) for x in lines)
     sources = ", ".join(f"`{name}`" for name in dict.fromkeys(x["source"] for x in lines))
     parts = [
         f"## Accuracy: {first['model']}",
-        f"Text {first['text']}, context {first['context']}; float32's perplexity: {plain}.{on} {where}; lines: {sources}",
-        f"![ratio of perplexity against bits a weight]({chart})",
+        f"Text {first['text']}, context {first['context']}; float32's perplexity: {plain}.{on}\n{where}; commits {commits}; "
+        f"lines: {sources}",
+        *(f"![{what} of every way to quantize]({address})" for what, address in charts.items()),
     ]
     for key, title in TABLES.items():
         some = [x for x in lines if x["table"] == key]
         if some:
             parts += [f"### {title}", table(some, spans)]
     return "\n\n".join([*parts, TOLD])
+
+
+def _several(words: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(words))
 
 
 def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
@@ -119,20 +123,49 @@ def row_of(line: Line) -> tuple[str, ...]:
 
 def target_of(line: Line) -> Target | None:
     """What its row was to reach; None where the issue names nothing, or where it takes more bits than the target allows."""
-    target = TARGETS.get((line["name"], line["act"]))
+    target = NAMED.get((line["name"], line["act"]))
+    if line["table"] == "w4" and line["method"] != "rtn":
+        target = GROUPS.get((line["options"]["group"], line["act"]))
     return None if target is None or line["bits_per_weight"] > target.bits else target
 
 
-def chart(lines: Sequence[Line]) -> str:
-    """Quality against bits a weight, a colour for each kind of activations, on the last span (on which nothing was chosen).
+def drawings(lines: Sequence[Line]) -> dict[str, str]:
+    """{what it shows: SVG}, of the last span, on which nothing was chosen."""
+    last = max(line["span"][0] for line in lines)
+    kept = [x for x in lines if x["span"][0] == last]
+    return {"loss": _bars(kept, last), "bits": _plot(kept, last)}
+
+
+def _bars(lines: Sequence[Line], start: int) -> str:
+    """A panel a table: how much more perplexity, in percent; less is better."""
+    panels = []
+    for key, title in TABLES.items():
+        some = [x for x in lines if x["table"] == key]
+        shown = [
+            Bar(
+                f"{x['name']} | {x['act']}",
+                max(100 * (x["ratio"] - 1), 0.0),
+                f"{100 * (x['ratio'] - 1):.1f} ± {100 * x['se']:.1f} %, {x['bits_per_weight']:.2f} bits",
+                x["method"] != "rtn" and key not in THEIRS,
+            )
+            for x in some
+            if x["ratio"] <= MOST
+        ]
+        more = f" ({len(some) - len(shown)} above {MOST:g} left out)" if len(shown) < len(some) else ""
+        if some:
+            panels.append((title + more, shown))
+    return bars(panels, f"Perplexity above float32's, percent; tokens {start} …; grey: plain rounding and other tools")
+
+
+def _plot(lines: Sequence[Line], start: int) -> str:
+    """Quality against bits a weight, a colour for each kind of activations.
 
     Ways to quantize with a part left out are in the tables alone; of the others the first mark has the name.
     """
-    last = max(line["span"][0] for line in lines)
     series: dict[str, list[Point]] = {}
     named: set[str] = set()
     for line in lines:
-        if line["span"][0] != last or any(word in line["name"] + line["act"] for word in LEFT_OUT):
+        if any(word in line["name"] + line["act"] for word in LEFT_OUT):
             continue
         kind = "a4 and a8" if line["act"].startswith("a4, ") else line["act"]
         value = line["ratio"] if line["ratio"] <= MOST else float("nan")
@@ -140,7 +173,7 @@ def chart(lines: Sequence[Line]) -> str:
         named.add(line["name"])
         series.setdefault(kind, []).append(Point(line["bits_per_weight"], value, label))
     bits = "bits a weight, everything stored counted"
-    return plot(series, bits, f"perplexity over float32's (tokens {last} …)", y_from=1.0)
+    return plot(series, bits, f"perplexity over float32's (tokens {start} …)", y_from=1.0)
 
 
 def _figures(line: Line | None, target: Target | None) -> list[str]:

@@ -16,9 +16,9 @@ RUN = ("bench", "chip", "torch", "lowbit", "commit", "date", "pages", "in_cache"
 HEAD = """# Numbers
 
 Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json`, `bench models --json` and
-`bench/accuracy.py` wrote (`make accuracy`). Accuracy comes last. Of speed, each table is one interleaved run on one machine, medians over the stated repeats or rounds. `x` is the time over that of the
-first row of its shape: above 1 is slower than ours. The error is the relative Frobenius distance to the float product on
-Gaussian x.
+`bench/accuracy.py` wrote (`make accuracy`). Speed comes first: each table is one interleaved run on one machine, medians
+over the stated repeats or rounds. `x` is the time over that of the first row of its shape: above 1 is slower than ours.
+The error is the relative Frobenius distance to the float product on Gaussian x.
 """
 # Said once, under the first table of whole models.
 MODELS = """Tokens a second: the median over the rounds, then the best (of decoding: every step at its least over the
@@ -88,7 +88,9 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for line in speed:
         groups.setdefault((line["bench"], line["source"]), []).append(line)
     found = {_chart(kind, source): KINDS[kind](group) for (kind, source), group in groups.items()}
-    return found | {_accuracy(i): accuracy.chart(some) for i, some in enumerate(accuracy.models(judged))}
+    for index, some in enumerate(accuracy.models(judged)):
+        found |= {_accuracy(index, what): svg for what, svg in accuracy.drawings(some).items()}
+    return found
 
 
 def _split(lines: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -96,8 +98,8 @@ def _split(lines: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]],
     return [x for x in lines if x["bench"] in KINDS], [x for x in lines if x["bench"] not in KINDS]
 
 
-def _accuracy(index: int) -> str:
-    return f"accuracy-{index + 1}.svg"
+def _accuracy(index: int, what: str) -> str:
+    return f"accuracy-{index + 1}-{what}.svg"
 
 
 def _chart(kind: str, source: str) -> str:
@@ -121,7 +123,8 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
             parts.append(MODELS)
             told = True
     for index, some in enumerate(accuracy.models(judged)):
-        parts.append(accuracy.chapter(some, f"charts/{_accuracy(index)}"))
+        addresses = {what: f"charts/{_accuracy(index, what)}" for what in accuracy.drawings(some)}
+        parts.append(accuracy.chapter(some, addresses))
     return "\n\n".join(parts) + "\n"
 
 

@@ -139,7 +139,7 @@ def layer_errors(
     """For every nn.Linear of ``reference`` that is something else in ``model``: |y - y_ref| / |y_ref|.
 
     x is Gaussian [rows, K], or, with ``ids``, what ``reference`` itself feeds the layer for those tokens (at most
-    ``rows`` of them, evenly spread). Both models must live on the same device; memory for x is one layer's at a time in the Gaussian
+    ``rows`` of them, evenly spread, the first one left out). Both models must live on the same device; memory for x is one layer's at a time in the Gaussian
     case and ``rows`` times the sum of K otherwise.
     """
     pairs = [
@@ -175,7 +175,8 @@ def _inputs(model: nn.Module, names: list[str], ids: Sequence[int] | Tensor, row
     def catcher(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             flat = args[0].reshape(-1, args[0].shape[-1])
-            spread = torch.linspace(0, flat.shape[0] - 1, min(rows, flat.shape[0])).round().long()
+            first = min(1, flat.shape[0] - 1)  # the first token's input is so large in some layers that it would be all
+            spread = torch.linspace(first, flat.shape[0] - 1, min(rows, flat.shape[0] - first)).round().long()
             caught[name] = flat[spread.to(flat.device)].clone()
 
         return catch

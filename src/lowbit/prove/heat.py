@@ -38,10 +38,17 @@ def grid(errors: Sequence[Mapping[str, Any]]) -> Grid:
     return Grid(rows, names, [[found.get((row, column)) for column in columns] for row in rows])
 
 
-def heat_map(cells: Grid, what: str) -> str:
+def scale_of(grids: Sequence[Grid]) -> tuple[float, float]:
+    """Ends of a scale for several heat maps: the greatest value, and what all but the least twentieth reach."""
+    known = sorted(
+        v for cells in grids for row in cells.values for v in row if v is not None and math.isfinite(v) and v > 0
+    )
+    return (known[len(known) // 20], known[-1]) if known else (1.0, 1.0)
+
+
+def heat_map(cells: Grid, what: str, scale: tuple[float, float] | None = None) -> str:
     """An SVG of blocks from left to right and linears from top to bottom, darker for more, on a logarithmic scale."""
-    known = [v for row in cells.values for v in row if v is not None and math.isfinite(v) and v > 0]
-    low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    low, high = scale or scale_of([cells])
     cell = min(_CELL, (WIDTH - _LEFT - 16) / max(len(cells.rows), 1))
     out = [svg.text(8, 18, what)]
     top = 32
@@ -61,9 +68,9 @@ def heat_map(cells: Grid, what: str) -> str:
     for i in range(41):  # the scale
         value = low * (high / low) ** (i / 40)
         out.append(svg.box(_LEFT + 6 * i, bottom + 28, 6.2, 12, _shade(value, low, high), svg.number(value)))
-    for part in (0.0, 0.5, 1.0):
-        anchor = {0.0: "start", 0.5: "middle", 1.0: "end"}[part]
-        out.append(svg.text(_LEFT + 246 * part, bottom + 54, svg.number(low * (high / low) ** part), anchor))
+    for part, anchor, sign in ((0.0, "start", "≤ "), (0.5, "middle", ""), (1.0, "end", "")):
+        label = sign + svg.number(low * (high / low) ** part)
+        out.append(svg.text(_LEFT + 246 * part, bottom + 54, label, anchor))
     return svg.alone(WIDTH, bottom + 64, what, out)
 
 

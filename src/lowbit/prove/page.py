@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.prove import report
-from lowbit.prove.heat import grid, heat_map, sensitivity_bars
+from lowbit.prove.heat import grid, heat_map, scale_of, sensitivity_bars
 from lowbit.prove.report import Point
 from lowbit.prove.several import name_of
 
@@ -46,6 +46,7 @@ def evaluation(found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, Any]
         bits = "bits a weight, everything stored of the linears counted"
         drawing = report.plot(points, bits, y, y_from=1.0 if compared else None)
         parts += ["<h2>Quality against size</h2>", report.figure(drawing, "Lower and further left is better.")]
+    scale = scale_of([grid(row["layers"]) for row in rows if row.get("layers")])
     for row in rows:
         if row.get("layers"):
             errors = [entry["error"] for entry in row["layers"]]
@@ -56,7 +57,7 @@ def evaluation(found: Mapping[str, Any], budgets: Mapping[str, Mapping[str, Any]
                 f"Relative Frobenius distance to the reference's output for the reference's input. Mean "
                 f"{sum(errors) / len(errors):.4f}, least {min(errors):.4f}, most {max(errors):.4f}."
             )
-            parts += ["<h2>Layer by layer</h2>", report.figure(heat_map(grid(row["layers"]), what), caption)]
+            parts += ["<h2>Layer by layer</h2>", report.figure(heat_map(grid(row["layers"]), what, scale), caption)]
     for directory, budget in budgets.items():
         what = f"{names[directory]}: KL a token per million weights, one input at 4 bits and the rest at 8"
         caption = (

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lowbit.cli import speech
 from lowbit.cli.show import as_json, bar, megabytes, read_text, table
 from lowbit.types import FormatError
 
@@ -37,7 +38,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
     score = commands.add_parser("eval", parents=[common], help="perplexity on a text, of quantized or plain models")
     score.add_argument("model", nargs="+")
-    score.add_argument("--text", required=True, metavar="FILE")
+    score.add_argument("--text", metavar="FILE")
+    speech.add_options(score)
     score.add_argument("--tokens", type=int, default=16384, metavar="N")
     score.add_argument("--context", type=int, default=1024, metavar="N")
     score.add_argument("--skip", type=int, default=0, metavar="N", help="tokens to leave out at the beginning")
@@ -64,15 +66,9 @@ def _loading(command: argparse.ArgumentParser) -> None:
 
 def tokenizer_of(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory. FormatError naming the directory where it has none."""
-    from transformers import AutoTokenizer
+    from lowbit.models.load import local_directory, tokenizer_in
 
-    from lowbit.models.load import first_line, local_directory
-
-    path = local_directory(directory)
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FormatError(f"{path}: found no tokenizer that loads ({first_line(error)})") from error
+    return tokenizer_in(local_directory(directory))
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -107,6 +103,10 @@ def _write(text: str) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> int:
+    if args.speech:
+        return speech.evaluate(args)
+    if not args.text:
+        raise FormatError("eval: found neither --text nor --speech, accepted is one of them")
     import torch
 
     from lowbit.models.load import exactly, load

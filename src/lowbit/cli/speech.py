@@ -32,7 +32,7 @@ def evaluate(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     for directory in args.model:
         model = load(directory, activation=args.activation, dtype=getattr(torch, args.dtype))
-        listener = Listener.of(model, model.name_or_path)
+        listener = Listener.of(model, str(model.name_or_path))
         simulated = exactly(model) if args.exact else 0
         score = likelihood(model, listener, lines, bar(directory, "clip"))
         errors = word_errors(model, listener, lines, bar(f"{directory}: words", "clip")) if args.wer else None

@@ -66,9 +66,15 @@ def _loading(command: argparse.ArgumentParser) -> None:
 
 def tokenizer_of(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory. FormatError naming the directory where it has none."""
-    from lowbit.models.load import local_directory, tokenizer_in
+    from transformers import AutoTokenizer
 
-    return tokenizer_in(local_directory(directory))
+    from lowbit.models.load import first_line, local_directory
+
+    path = local_directory(directory)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{path}: found no tokenizer that loads ({first_line(error)})") from error
 
 
 def generate(args: argparse.Namespace) -> int:

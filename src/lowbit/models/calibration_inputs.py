@@ -62,7 +62,7 @@ def read_calibration(
     if tokens < 1 or window < 1:
         raise FormatError(f"calibration: found tokens {tokens}, window {window}; accepted are values > 0")
     if isinstance(calibration, (str, Path)) and isinstance(tokenizer, Listener):
-        return _nonempty(_mappings(tokenizer.inputs(Path(calibration)), tokens))
+        return _nonempty(_clips(tokenizer, Path(calibration), tokens))
     if isinstance(calibration, (str, Path)):
         texts = _file(Path(calibration), tokens * CHARACTERS_PER_TOKEN)
         return _nonempty(_batched(_windows(texts, tokenizer, tokens, window, seed), batch_tokens))
@@ -191,6 +191,15 @@ def _mappings(items: Iterable[Any], tokens: int) -> Iterator[Batch]:
             continue
         yield Batch(inputs, mask, first, samples, count, decoder_mask)
         first += samples
+        tokens -= count
+        if tokens <= 0:
+            return
+
+
+def _clips(listener: Listener, path: Path, tokens: int) -> Iterator[Batch]:
+    for number, (inputs, mask) in enumerate(listener.inputs(path)):
+        count = inputs["decoder_input_ids"].numel()
+        yield Batch(inputs, mask, number, 1, count)
         tokens -= count
         if tokens <= 0:
             return

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from lowbit.models.api import head_of, resolve_scheme, settle, sha256_of, to_half
 from lowbit.models.calibrate import quantize_model
 from lowbit.models.disk import DiskModel, weights_of
-from lowbit.models.load import tokenizer_in, untie
+from lowbit.models.load import untie
 from lowbit.models.recipes import recipe_for
 from lowbit.models.replace import get_linear
 from lowbit.models.report import Progress, Report
 from lowbit.models.save import Parts, write_model
 from lowbit.models.speech import Listener, takes_speech
+from lowbit.models.tokenizer import tokenizer_of
 from lowbit.types import QuantizedWeight, Scheme
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def quantize_directory(
         if tokens is not None:
             options["tokens"] = tokens
         if tokenizer is None and isinstance(calibration, (str, os.PathLike)):
-            tokenizer = Listener.of(model, disk.path) if takes_speech(model) else tokenizer_in(disk.path)
+            tokenizer = Listener.of(model, disk.path) if takes_speech(model) else tokenizer_of(str(disk.path))
         found, report = quantize_model(
             model, chosen, job.method, calibration, tokenizer, skip=job.leave, blocks=job.blocks,  # type: ignore[arg-type]
             resume_dir=os.fspath(resume_dir), progress=progress, present=disk.present, **options,

@@ -21,7 +21,7 @@ from lowbit.nn import QuantLinear
 from lowbit.types import Activation, FormatError, QuantizedWeight
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 ACTIVATIONS: dict[str, Activation] = {
     "group": Activation(8, "group"),
@@ -123,16 +123,6 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
         except (OSError, ValueError):
             pass
     raise FormatError(f"{name}: found no such directory and no cached hub model, accepted is either")
-
-
-def tokenizer_in(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory. FormatError naming the directory where it has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FormatError(f"{path}: found no tokenizer that loads ({first_line(error)})") from error
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -82,7 +82,7 @@ def write_model(
 
 
 def _config(model: nn.Module) -> Mapping[str, Any]:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
     left_out = ("quantization_config", "_name_or_path")

@@ -3,12 +3,14 @@
 The calls of a model's blocks fall into *runs*: in a run each block reads what the one before gave, as it is. A decoder
 has one run; an encoder-decoder has two, since a norm stands between them, and the second is looked at when the first is
 done, so that its cross-attention reads what the quantized encoder gives. Wherever a model computes something of its own
-between two blocks a new run begins.
+between two blocks a new run begins. What a model keeps of a block for later (the skips of a U-net) is seen by its being
+alive still two calls on, and is kept too.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,6 +47,7 @@ class Trace:
 
     batch: Batch
     calls: list[Call | None]  # None: done, its arguments are let go
+    held: set[int] = field(default_factory=set)  # calls whose outputs the model itself reads again after the run
     outputs: dict[int, Any] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     diverged: bool = False  # a block gave other shapes than its stand-in: the calls to come have to be looked at again
@@ -70,7 +73,7 @@ class Trace:
         call = self.calls[step]
         assert call is not None
         self.outputs[step], self.calls[step] = out, None
-        for done in [c for c in self.outputs if c != step and self.last_use.get(c, -1) <= step]:
+        for done in [c for c in self.outputs if c not in (step, *self.held) and self.last_use.get(c, -1) <= step]:
             del self.outputs[done]
         self.diverged |= call.shapes != _shapes(out)
 
@@ -100,8 +103,11 @@ class Walk:
         self.model, self.blocks, self.batches, self.present = model, blocks, batches, present
         self.start = 0  # calls that lie behind
         self.done = not batches
-        self.kinds: dict[type, tuple[bool, int]] = {}  # of block -> (answers with a tuple, tensors in it)
-        self.given: list[dict[int, Any]] = [{} for _ in batches]  # what the last call of each earlier run gave
+        self.kinds: dict[type, tuple[bool, int]] = {}  # in this run, type of block -> (gives a tuple, tensors in it)
+        self.forms: dict[int, Any] = {}  # what each call gave in the first batch, tensors left out
+        self.given: list[dict[int, Any]] = [
+            {} for _ in batches
+        ]  # of earlier runs: what their last calls and held ones gave
         parameters = inspect.signature(model.forward).parameters
         # No cache, and no logits but the last: neither is looked at. Only where the model says that it knows the words.
         self.extras = {k: v for k, v in (("use_cache", False), ("logits_to_keep", 1)) if k in parameters}
@@ -112,6 +118,7 @@ class Walk:
         if self.done:
             return None
         device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
+        self.kinds.clear()
         order: list[int] = []
         traces: list[Trace] = []
         more = False
@@ -133,16 +140,16 @@ class Walk:
                 )
             if not traces:
                 order, more = found, recorder.more
-            traces.append(Trace(batch, list(recorder.calls)))
+            traces.append(Trace(batch, list(recorder.calls), traces[0].held if traces else recorder.held))
         return Run(order, traces, more)
 
     def close(self, run: Run, length: int) -> None:
         """A run ended after ``length`` calls; what the last of them gave is what the model goes on with."""
         self.done = not run.more and length == len(run.order)
-        self.start += length
         if not self.done:
             for given, trace in zip(self.given, run.traces, strict=True):
-                given[self.start - 1] = trace.outputs[length - 1]
+                given |= {self.start + c: trace.outputs[c] for c in {*trace.held, length - 1} if c < length}
+        self.start += length
 
 
 def capture(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch]) -> Run:
@@ -161,7 +168,8 @@ class _Recorder:
         self.count = 0  # of calls in this pass
         self.calls: list[Call] = []
         self.more = False
-        self.origin: dict[int, tuple[Tensor, Link]] = {}  # by id; the tensor is held, so that its id stays its own
+        self.origin: dict[int, tuple[weakref.ref[Tensor], Link]] = {}  # by id: what stood in for an output
+        self.held: set[int] = set()  # calls whose outputs the model still has when two more are behind
         self.template: Any = None  # what the first block of the run gave, where blocks give several tensors
 
     @contextmanager
@@ -187,10 +195,12 @@ class _Recorder:
                 return self.given[number]
             x = _main(index, args, kwargs)
             if number < self.walk.start:  # before the end of an earlier run: nothing reads it
-                is_tuple, tensors = self.walk.kinds[type(block)]
-                return (x,) * tensors if is_tuple else x
-            before = self.origin.get(id(x))
-            if self.calls and (before is None or before[1].call != len(self.calls) - 1):
+                form = self.walk.forms[number]
+                return tuple(x if v is Tensor else v for v in form) if isinstance(form, tuple) else x
+            last = len(self.calls) - 1
+            self.held |= {link.call for ref, link in self.origin.values() if link.call < last and ref() is not None}
+            before = self.link(x)
+            if self.calls and not (isinstance(before, Link) and before.call == last):
                 self.more = True
                 raise _Stop
             out = self.answer(block, real, x, args, kwargs)
@@ -198,12 +208,15 @@ class _Recorder:
                 index, tuple(map(self.link, args)), {k: self.link(v) for k, v in kwargs.items()}, _shapes(out)
             )  # fmt: skip
             self.calls.append(call)
+            self.walk.forms[number] = (
+                tuple(Tensor if isinstance(v, Tensor) else v for v in out) if isinstance(out, tuple) else None
+            )
             if self.total is not None and len(self.calls) == self.total:
                 raise _Stop
             fresh = [t.view_as(t) if isinstance(t, Tensor) else t for t in _slots(out)]
             for slot, value in enumerate(fresh):
                 if isinstance(value, Tensor):
-                    self.origin[id(value)] = (value, Link(len(self.calls) - 1, slot))
+                    self.origin[id(value)] = (weakref.ref(value), Link(len(self.calls) - 1, slot))
             return tuple(fresh) if isinstance(out, tuple) else fresh[0]
 
         return forward
@@ -222,8 +235,8 @@ class _Recorder:
         return (x,) if kind[0] else x
 
     def link(self, value: Any) -> Any:
-        known = self.origin.get(id(value))
-        return value if known is None else known[1]
+        known = self.origin.get(id(value)) if isinstance(value, Tensor) else None
+        return known[1] if known is not None and known[0]() is value else value
 
 
 def _main(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

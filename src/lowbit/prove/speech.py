@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Progress = Callable[[int, int], None]  # (clips done, clips)
+LONGEST = 200  # tokens of a transcription: one that goes round in circles is cut
 
 
 class SpeechScore(NamedTuple):
@@ -64,17 +65,17 @@ def word_errors(
     """Greedy transcription of every clip against its transcript, both in the spelling of Whisper's English normalizer."""
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-    normal = EnglishTextNormalizer({})
+    normal = EnglishTextNormalizer({})  # type: ignore[no-untyped-call]
     began = time.perf_counter()
     errors, words = 0, 0
-    room = listener.most - len(listener.prefix)
+    most = min(listener.most, len(listener.prefix) + LONGEST)
     for done, line in enumerate(lines):
         if progress is not None:
             progress(done, len(lines))
         features = listener.features(line).to(model.device)
         start = torch.tensor([listener.prefix], device=model.device)
         ids = model.generate(  # type: ignore[operator]
-            features, decoder_input_ids=start, max_new_tokens=min(200, room), do_sample=False, num_beams=1
+            features, decoder_input_ids=start, max_length=most, do_sample=False, num_beams=1
         )
         written = listener.tokenizer.decode(ids[0], skip_special_tokens=True)
         want = normal(line.text).split()

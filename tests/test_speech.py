@@ -180,7 +180,9 @@ def test_eval_of_speech(folder: Path, quantized: Path, capsys: pytest.CaptureFix
     found = run(quantized)
     assert found["nll"] == want.nll and found["wer"] is None
     assert (found["scheme"], found["method"], found["rank"]) == ("w4a4 g64", "svdquant", 16)
-    assert found["activation"] == "8 token" and 4.2 < found["bits_per_weight"] < 12
+    assert (
+        found["activation"] == "8 token" and 12 < found["bits_per_weight"] < 13
+    )  # 8 of them the branch: the model is narrow
     exact = run(quantized, "--exact")
     assert exact["activation"] == "4 group, simulated" and exact["nll"] != found["nll"]
     both = run(folder / "model", quantized)["models"]

@@ -39,7 +39,7 @@ class Line:
             why = (
                 "no such file"
                 if isinstance(error, FileNotFoundError)
-                else f"{self.audio.name} ({error or type(error).__name__})"
+                else f"{self.audio.name} ({str(error) or type(error).__name__})"
             )
             raise FormatError(f"{self.where}: audio: found {why}, accepted is a wav of {rate} Hz") from error
         if has != rate:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lowbit.cli import speech
 from lowbit.cli.show import as_json, bar, loading, megabytes, read_text, table
 from lowbit.types import FormatError
 
@@ -14,7 +15,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Register the command."""
     score = commands.add_parser("eval", parents=[common], help="perplexity on a text, of quantized or plain models")
     score.add_argument("model", nargs="+", help="several are compared with the first plain one")
-    score.add_argument("--text", required=True, metavar="FILE")
+    score.add_argument("--text", metavar="FILE")
+    speech.add_options(score)
     score.add_argument("--tokens", type=int, default=16384, metavar="N")
     score.add_argument("--context", type=int, default=1024, metavar="N")
     score.add_argument("--skip", type=int, default=0, metavar="N", help="tokens to leave out at the beginning")
@@ -36,6 +38,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> int:
+    if args.speech:
+        return speech.evaluate(args)
+    if not args.text:
+        raise FormatError("eval: found neither --text nor --speech, accepted is one of them")
     import torch
 
     from lowbit.prove import several

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,8 @@ def load(
     activation: str | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> PreTrainedModel:
-    """A causal LM of transformers from a directory (or a hub id that is already cached), its linears quantized.
+    """A causal LM or an encoder-decoder (Whisper) of transformers from a directory (or a hub id that is already cached),
+    its linears quantized.
 
     Reads GPTQ, AWQ, compressed-tensors, lowbit and plain weights. Quantized linears become QuantLinear, everything
     else is cast to ``dtype``; None leaves it as it is stored, mapped and not copied (for the native engine, which
@@ -67,8 +68,8 @@ def complete(model: nn.Module, checkpoint: Checkpoint, chosen: Activation | None
         replace(model, name, _quantized(model, plan, checkpoint, name, chosen, trim))
     for name in plan.halves:
         replace(model, name, QuantLinear.from_linear(_dense_linear(model, plan, checkpoint, name), "fp16"))
-    _fill(model, plan, checkpoint, dtype)
-    _tie(model, plan)
+    fill(model, plan, checkpoint, dtype)
+    tie(model, plan)
     _refuse_meta(model, checkpoint)
     model.requires_grad_(False)
     model.train(False)
@@ -145,8 +146,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of config.json with every parameter on meta and every non-persistent buffer computed.
 
-    ``quantization_config`` is dropped first, so transformers builds plain linears. Raises FormatError where the
-    config names no causal LM.
+    ``quantization_config`` is dropped first, so transformers builds plain linears. A causal LM where the config's type
+    has one; encoder-decoders and other models are built as ``architectures`` says. Raises FormatError where it can be
+    neither.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -159,7 +161,12 @@ def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             del part.quantization_config
     try:
         with _EmptyOnMeta(), quiet_transformers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            named = _named_class(config)
+            model: PreTrainedModel = (
+                AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+                if named is None
+                else named._from_config(config, dtype=dtype)
+            )
     except (ValueError, KeyError, AttributeError) as error:
         raise FormatError(f"{path / 'config.json'}: {first_line(error)}") from error
     for module in model.modules():  # small parameters made by ones() or zeros() are placeholders as well
@@ -167,6 +174,20 @@ def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             if parameter is not None and not parameter.is_meta:
                 module._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=False)
     return model
+
+
+def _named_class(config: Any) -> Any:
+    """The class that ``architectures`` names, for types that are not simply causal LMs; None for those."""
+    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+        return None
+    name = next(iter(config.architectures or ()), None)
+    found = getattr(transformers, str(name), None) if name and str(name).isidentifier() else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise ValueError(f"architectures: found {name!r}, accepted is the name of a model of transformers")
+    return found
 
 
 def first_line(error: BaseException) -> str:
@@ -228,10 +249,13 @@ def _dense_linear(model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: st
     return linear
 
 
-def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-    """Put the dense tensors in, one at a time; floating point ones in ``dtype`` (mapped still where it is theirs)."""
+def fill(
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype | None, leave: Collection[int] = ()
+) -> None:
+    """Put the dense tensors in, one at a time; floating point ones in ``dtype`` (mapped still where it is theirs).
+    Modules whose id is in ``leave`` get none."""
     for module_name, module in model.named_modules():
-        if isinstance(module, QuantLinear) or module_name in plan.halves:
+        if isinstance(module, QuantLinear) or module_name in plan.halves or id(module) in leave:
             continue
         prefix = f"{module_name}." if module_name else ""
         for table in (module._parameters, module._buffers):
@@ -244,7 +268,7 @@ def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dty
                 table[key] = nn.Parameter(data, requires_grad=False) if isinstance(old, nn.Parameter) else data
 
 
-def _tie(model: nn.Module, plan: Plan) -> None:
+def tie(model: nn.Module, plan: Plan) -> None:
     """Share storage where the config ties and the file agrees; elsewhere say in the config that nothing is tied."""
     tied = tied_names(model)
     if not tied:

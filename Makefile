@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+# make demo | test | test-gpu | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,12 +10,12 @@ export HF_HUB_OFFLINE := 1
 DEPS := $(VENV)/.dependencies
 ASSETS := $(VENV)/.assets
 PACKAGE := $(VENV)/.package
-NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h')
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -not -path '*/__pycache__/*')
 
 LINTS := ruff format clang-format mypy imports
 
-.PHONY: demo test test-gpu lint $(LINTS:%=lint-%) check foreign clean
+.PHONY: demo test test-gpu lint $(LINTS:%=lint-%) check accuracy foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
@@ -40,9 +40,15 @@ check: $(PACKAGE) $(ASSETS)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest
 
-# On a machine with a GPU, without building: the ready package of `PYTHON` or PYTHONPATH. The last line counts what ran.
+# On a machine with a GPU, where the package is installed already and torch has CUDA.
 test-gpu:
-	@$(PYTHON) -m pytest tests/test_cuda_gpu.py -m gpu -q -rs
+	@$(PYTHON) -m pytest -m gpu
+
+# docs/numbers.md and its charts from the kept JSON lines. RUN=1 first quantizes and judges every recipe that
+# bench/results/accuracy.jsonl lacks (hours on two cores, minutes with ACCURACY="--device cuda"); needs no build.
+accuracy: $(DEPS) $(if $(RUN),$(ASSETS))
+	@$(if $(RUN),$(BIN)/python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl $(ACCURACY))
+	@PYTHONPATH=src $(BIN)/python -m lowbit bench numbers bench/results/*.jsonl --out docs/numbers.md
 
 # What the tools that own a format make of our files: each tool in an environment of its own, so minutes and downloads.
 foreign: $(PACKAGE) $(ASSETS)

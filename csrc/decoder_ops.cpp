@@ -114,7 +114,26 @@ class Reader {
     if (l.perm)
       for (int64_t j = 0; j < k; ++j)
         STD_TORCH_CHECK(l.perm[j] >= 0 && l.perm[j] < k, name, ": found perm ", l.perm[j], " at ", j);
+    const int64_t hadamard = size(name);
+    STD_TORCH_CHECK(hadamard == 0 || (hadamard == cpu::kMixed && k % cpu::kMixed == 0), name,
+                    ": found hadamard ", hadamard, " with K=", k);
+    l.hadamard = hadamard != 0;
+    const Tensor &down = tensor(name), &up = tensor(name);
+    if (!up.numel()) return l;
+    l.rank = up.dim() == 3 ? up.size(1) : 0;
+    l.down_panels = (l.rank + cpu::kPanel - 1) / cpu::kPanel;
+    l.down = factor(name, down, l.down_panels, cpu::round_up(k, 4), l.wide_down);
+    l.up = factor(name, up, panels, cpu::round_up(l.rank, 4), l.wide_up);
     return l;
+  }
+  // One factor of a low rank, in panels of 16 columns.
+  const uint8_t* factor(const char* name, const Tensor& t, int64_t panels, int64_t columns, bool& wide) {
+    wide = t.scalar_type() == ScalarType::Float;
+    STD_TORCH_CHECK(t.dim() == 3 && t.is_contiguous() && (wide || t.scalar_type() == ScalarType::Half) &&
+                        panels > 0 && t.size(0) == panels && t.size(1) == columns && t.size(2) == cpu::kPanel,
+                    name, ": accepted is a low-rank factor float16 or float32 [", panels, ", ", columns,
+                    ", 16]");
+    return static_cast<const uint8_t*>(t.const_data_ptr());
   }
   bool done() const { return at_size_ == sizes_.size() && at_tensor_ == tensors_.size(); }
 
@@ -171,6 +190,7 @@ int64_t decoder_new(std::vector<Tensor> tensors, std::vector<int64_t> sizes, dou
     l.gate = in.linear("gate_proj", d.intermediate, d.hidden);
     l.up = in.linear("up_proj", d.intermediate, d.hidden);
     l.down = in.linear("down_proj", d.hidden, d.intermediate);
+    cpu::join(l);
     d.layers.push_back(l);
   }
   STD_TORCH_CHECK(in.done(), "decoder: found more tensors or sizes than its layers take");

@@ -82,7 +82,7 @@ static const T* optional_data(const std::optional<Tensor>& t, const char* name, 
 // x as the kernels read it; the buffers belong to the call.
 struct Prepared {
   cpu::Rows rows;
-  Buffer codes, sums, scales, floats;
+  Buffer codes, sums, scales, floats, hidden;
 };
 static void prepare(Prepared& p, const cpu::KernelTable& table) {
   cpu::Rows& r = p.rows;
@@ -98,23 +98,72 @@ static void prepare(Prepared& p, const cpu::KernelTable& table) {
     r.sums = static_cast<int32_t*>(p.sums.get());
     r.scales = static_cast<float*>(p.scales.get());
   }
+  if (r.down_panels) {
+    p.hidden = allocate(r.m * r.down_panels * cpu::kPanel * 4);
+    r.hidden = static_cast<float*>(p.hidden.get());
+  }
   const int64_t blocks = (r.m + table.row_block - 1) / table.row_block;
+  const int64_t work = width * (1 + r.down_panels);  // of one row
   const auto run = [&](int64_t begin, int64_t end) {
-    const Buffer scratch = allocate(width * 4);
+    const Buffer scratch = allocate(cpu::scratch_floats(r) * 4);
     cpu::Rows mine = r;
     mine.scratch = static_cast<float*>(scratch.get());
     table.quantize_rows(mine, begin, end);
   };
-  if (r.m * width < 32768)
+  if (r.m * work < 32768)
     run(0, blocks);
   else
-    parallel(0, blocks, 1 + 16384 / (table.row_block * width), run);
+    parallel(0, blocks, 1 + 16384 / (table.row_block * work), run);
+}
+
+// What stands between x and the codes, for r.k columns.
+static void read_transforms(cpu::Rows& r, const std::optional<Tensor>& perm,
+                            const std::optional<Tensor>& smooth, int64_t hadamard) {
+  r.perm = optional_data<int32_t>(perm, "perm", r.k, ScalarType::Int);
+  r.smooth = optional_data<float>(smooth, "smooth", r.k, ScalarType::Float);
+  STD_TORCH_CHECK(hadamard == 0 || hadamard == cpu::kMixed, "hadamard: found ", hadamard,
+                  ", accepted are 0 and ", cpu::kMixed);
+  STD_TORCH_CHECK(!hadamard || r.k % cpu::kMixed == 0, "hadamard: found ", hadamard, " with K=", r.k,
+                  ", accepted is a multiple of ", cpu::kMixed);
+  r.hadamard = hadamard != 0;
+  if (r.perm)
+    for (int64_t j = 0; j < r.k; ++j)
+      STD_TORCH_CHECK(r.perm[j] >= 0 && r.perm[j] < r.k, "perm: found ", r.perm[j], " at ", j,
+                      ", accepted is 0 .. ", r.k - 1);
+}
+
+// The panels of one factor of a low rank: [panels, columns rounded up to 4, 16].
+static bool is_factor(const Tensor& t, int64_t panels, int64_t columns) {
+  return t.dim() == 3 && t.is_contiguous() &&
+         (t.scalar_type() == ScalarType::Half || t.scalar_type() == ScalarType::Float) &&
+         t.size(0) == panels && t.size(1) == columns && t.size(2) == cpu::kPanel;
+}
+static void read_low_rank(cpu::Rows& r, cpu::LinearArgs& a, std::vector<const uint8_t*>& panels,
+                          const std::optional<Tensor>& down, const std::optional<Tensor>& up) {
+  STD_TORCH_CHECK(down.has_value() == up.has_value(),
+                  "down, up: found one of them, accepted are both or none");
+  if (!up.has_value() || up->numel() == 0) return;
+  a.rank = up->dim() == 3 ? up->size(1) : 0;
+  r.down_panels = (a.rank + cpu::kPanel - 1) / cpu::kPanel;
+  const int64_t k = cpu::round_up(r.k, 4), of_n = (a.n + cpu::kPanel - 1) / cpu::kPanel;
+  STD_TORCH_CHECK(a.rank > 0 && a.rank % 4 == 0 && is_factor(*up, of_n, a.rank),
+                  "up: accepted is float16 or float32 [", of_n, ", R rounded up to 4, 16] for N=", a.n);
+  STD_TORCH_CHECK(is_factor(*down, r.down_panels, k), "down: accepted is float16 or float32 [", r.down_panels,
+                  ", ", k, ", 16] for K=", r.k, " and an up of rank ", a.rank);
+  r.wide_down = down->scalar_type() == ScalarType::Float;
+  a.wide_up = up->scalar_type() == ScalarType::Float;
+  a.up = static_cast<const uint8_t*>(up->const_data_ptr());
+  const auto* first = static_cast<const uint8_t*>(down->const_data_ptr());
+  for (int64_t i = 0; i < r.down_panels; ++i)
+    panels.push_back(first + i * k * cpu::kPanel * (r.wide_down ? 4 : 2));
+  r.down = panels.data();
 }
 
 // weight: bits 4, 8: uint8 [panels, G, group bytes]; bits 16: float16 [panels, K rounded up to 4, 16].
 static Tensor linear(const Tensor& x_in, const Tensor& weight, int64_t n, int64_t group_size, int64_t bits,
                      int64_t activation, const std::optional<Tensor>& bias, const std::optional<Tensor>& perm,
-                     const std::optional<Tensor>& smooth, std::string isa) {
+                     const std::optional<Tensor>& smooth, std::string isa, int64_t hadamard,
+                     const std::optional<Tensor>& down, const std::optional<Tensor>& up) {
   const cpu::KernelTable& table = *table_of(isa);
   STD_TORCH_CHECK(x_in.dim() >= 1, "x: found a scalar, accepted is [..., K]");
   const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
@@ -139,12 +188,7 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, int64_t n, int64_
   r.groups = (k + r.group - 1) / r.group;
   r.padded = cpu::round_up(r.group, bits == 16 ? 4 : cpu::kStep);
   r.granularity = static_cast<cpu::Granularity>(activation);
-  r.perm = optional_data<int32_t>(perm, "perm", k, ScalarType::Int);
-  r.smooth = optional_data<float>(smooth, "smooth", k, ScalarType::Float);
-  if (r.perm)
-    for (int64_t j = 0; j < k; ++j)
-      STD_TORCH_CHECK(r.perm[j] >= 0 && r.perm[j] < k, "perm: found ", r.perm[j], " at ", j,
-                      ", accepted is 0 .. ", k - 1);
+  read_transforms(r, perm, smooth, hadamard);
 
   const int64_t panels = (n + cpu::kPanel - 1) / cpu::kPanel;
   cpu::LinearArgs a{};
@@ -175,11 +219,14 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, int64_t n, int64_
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = n;
   Tensor y = torch::stable::new_empty(x, sizes);
+  a.n = n;
+  std::vector<const uint8_t*> down_panels;
+  read_low_rank(r, a, down_panels, down, up);
   if (m == 0) return y;
   prepare(p, table);
   a.rows = &r;
+  a.hidden = r.hidden;
   a.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
-  a.n = n;
   a.bias = optional_data<float>(bias, "bias", n, ScalarType::Float);
   a.y = y.mutable_data_ptr();
   const auto kernel = bits == 4 ? table.linear_w4 : bits == 8 ? table.linear_w8 : table.linear_f16;
@@ -190,7 +237,9 @@ static Tensor linear(const Tensor& x_in, const Tensor& weight, int64_t n, int64_
 }
 
 // x [M, K] -> int8 [M, K] and float32 [M], or [M, ceil(K / group_size)] where group_size > 0.
-static std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x_in, int64_t group_size, std::string isa) {
+static std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x_in, int64_t group_size, std::string isa,
+                                                const std::optional<Tensor>& perm,
+                                                const std::optional<Tensor>& smooth, int64_t hadamard) {
   const cpu::KernelTable& table = *table_of(isa);
   STD_TORCH_CHECK(x_in.dim() == 2, "x: found ", x_in.dim(), " dimensions, accepted is [M, K]");
   const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
@@ -203,6 +252,7 @@ static std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x_in, int64_t grou
   r.groups = (r.k + r.group - 1) / r.group;
   r.padded = cpu::round_up(r.group, cpu::kStep);
   r.granularity = group_size ? cpu::Granularity::kGroup : cpu::Granularity::kToken;
+  read_transforms(r, perm, smooth, hadamard);
   Tensor codes = torch::stable::new_empty(x, {r.m, r.k}, ScalarType::Char);
   Tensor scales = group_size ? torch::stable::new_empty(x, {r.m, r.groups}, ScalarType::Float)
                              : torch::stable::new_empty(x, {r.m}, ScalarType::Float);
@@ -211,7 +261,8 @@ static std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x_in, int64_t grou
   const int64_t row_bytes = r.k * (r.dtype == cpu::Dtype::kFloat32 ? 4 : 2), width = r.groups * r.padded;
   const auto* base = static_cast<const char*>(x.const_data_ptr());
   parallel(0, r.m, 1 + 16384 / r.k, [&](int64_t begin, int64_t end) {
-    const Buffer scratch = allocate(width * 4), padded = allocate(width), sums = allocate(r.groups * 4);
+    const Buffer scratch = allocate(cpu::scratch_floats(r) * 4), padded = allocate(width),
+                 sums = allocate(r.groups * 4);
     for (int64_t m = begin; m < end; ++m) {
       cpu::Rows row = r;
       row.x = base + m * row_bytes;
@@ -236,10 +287,13 @@ static std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x_in, int64_t grou
 LOWBIT_LIBRARY(LOWBIT_OPS, m) {
   m.def("cpu_isas() -> str");
   m.def("cpu_isa() -> str");
-  m.def("quantize_rows(Tensor x, int group_size=0, str isa=\"\") -> (Tensor, Tensor)");
+  m.def(
+      "quantize_rows(Tensor x, int group_size=0, str isa=\"\", *, Tensor? perm=None, Tensor? smooth=None, "
+      "int hadamard=0) -> (Tensor, Tensor)");
   m.def(
       "linear(Tensor x, Tensor weight, int n, int group_size, int bits, int activation, Tensor? bias=None, "
-      "Tensor? perm=None, Tensor? smooth=None, str isa=\"\") -> Tensor");
+      "Tensor? perm=None, Tensor? smooth=None, str isa=\"\", *, int hadamard=0, Tensor? down=None, Tensor? "
+      "up=None) -> Tensor");
   // Schemas of the second library (torch_ops_cuda.cpp), here so that every build of torch can trace them.
   m.def(
       "cuda_quantize(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, "
@@ -254,7 +308,8 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
       "cuda_linear4(Tensor codes, Tensor group_scales, Tensor scales, Tensor? low, Tensor weight, "
       "Tensor weight_scales, Tensor? bias, Tensor? up, int n, int out) -> Tensor");
   m.def(
-      "cuda_norm_rope(Tensor(a!) qkv, Tensor? q_norm, Tensor? k_norm, Tensor cosines, Tensor sines, int heads, "
+      "cuda_norm_rope(Tensor(a!) qkv, Tensor? q_norm, Tensor? k_norm, Tensor cosines, Tensor sines, int "
+      "heads, "
       "int kv_heads, float eps) -> ()");
   m.def(
       "cuda_dequantize(Tensor codes, Tensor scales, Tensor? zeros, int k, int group_size, int bits, int out) "

@@ -31,8 +31,8 @@ static cuda::Device device_of(const Tensor& t) {
   cuda::Device d{};
   const char* wrong = cuda::query_device(t.get_device_index(), &d);
   STD_TORCH_CHECK(!wrong, "device: ", wrong);
-  STD_TORCH_CHECK(d.capability >= 80, "device: found compute capability ", d.capability / 10, ".", d.capability % 10,
-                  ", accepted are 8.0 and newer (Ampere, Ada, Hopper)");
+  STD_TORCH_CHECK(d.capability >= 80, "device: found compute capability ", d.capability / 10, ".",
+                  d.capability % 10, ", accepted are 8.0 and newer (Ampere, Ada, Hopper)");
   return d;
 }
 
@@ -51,8 +51,8 @@ static cuda::Dtype dtype_of(const Tensor& x) {
 }
 
 // A tensor on the device of `beside`, contiguous, of that type and size, its data on `align` bytes.
-static const void* data_of(const Tensor& t, const char* name, const Tensor& beside, ScalarType dtype, int64_t size,
-                           uintptr_t align = 16) {
+static const void* data_of(const Tensor& t, const char* name, const Tensor& beside, ScalarType dtype,
+                           int64_t size, uintptr_t align = 16) {
   STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == beside.get_device_index(), name,
                   ": found on another device than x (cuda:", beside.get_device_index(), ")");
   STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": found dtype ", static_cast<int>(t.scalar_type()),
@@ -60,13 +60,13 @@ static const void* data_of(const Tensor& t, const char* name, const Tensor& besi
   STD_TORCH_CHECK(t.is_contiguous(), name, ": found strides, accepted is a contiguous tensor");
   STD_TORCH_CHECK(t.numel() == size, name, ": found ", t.numel(), " elements, accepted are ", size);
   const void* p = t.const_data_ptr();
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(p) % align == 0, name, ": found data at an address that is no multiple of ",
-                  align);
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(p) % align == 0, name,
+                  ": found data at an address that is no multiple of ", align);
   return p;
 }
 template <class T>
-static const T* optional_data(const std::optional<Tensor>& t, const char* name, const Tensor& beside, ScalarType dtype,
-                              int64_t size) {
+static const T* optional_data(const std::optional<Tensor>& t, const char* name, const Tensor& beside,
+                              ScalarType dtype, int64_t size) {
   return t.has_value() ? static_cast<const T*>(data_of(*t, name, beside, dtype, size)) : nullptr;
 }
 
@@ -79,36 +79,43 @@ struct Quantized {
   Tensor codes, scales, low, group_scales;
 };
 
-static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& residual, const std::optional<Tensor>& norm,
-                          double eps, const std::optional<Tensor>& smooth, const std::optional<Tensor>& down, int64_t rank,
-                          bool hadamard, bool silu, bool tile_order, bool four, double clip) {
+static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& residual,
+                          const std::optional<Tensor>& norm, double eps, const std::optional<Tensor>& smooth,
+                          const std::optional<Tensor>& down, int64_t rank, bool hadamard, bool silu,
+                          bool tile_order, bool four, double clip) {
   STD_TORCH_CHECK(x_in.is_cuda(), "x: found on the CPU, accepted is a CUDA tensor");
   const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
   const cuda::Device device = device_of(x_in);
   const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "x: found no columns, accepted is [..., K]");
   const int64_t width = x.size(x.dim() - 1), m = x.numel() / width, k = silu ? width / 2 : width;
-  STD_TORCH_CHECK(!silu || width % 2 == 0, "x: found ", width, " columns, accepted with silu is gate and up side by side");
+  STD_TORCH_CHECK(!silu || width % 2 == 0, "x: found ", width,
+                  " columns, accepted with silu is gate and up side by side");
   STD_TORCH_CHECK(k % 16 == 0, "x: found K=", k, ", accepted are multiples of 16");
   STD_TORCH_CHECK(!(hadamard || four) || k % 64 == 0, "x: found K=", k,
                   ", accepted behind a Hadamard and with 4 bits are multiples of 64");
-  STD_TORCH_CHECK(rank % 16 == 0 && rank >= 0 && rank <= 256, "rank: found ", rank, ", accepted are multiples of 16 up to 256");
-  STD_TORCH_CHECK((rank > 0) == down.has_value(), "down: found ", down.has_value() ? "one" : "none", " with rank ", rank);
+  STD_TORCH_CHECK(rank % 16 == 0 && rank >= 0 && rank <= 256, "rank: found ", rank,
+                  ", accepted are multiples of 16 up to 256");
+  STD_TORCH_CHECK((rank > 0) == down.has_value(), "down: found ", down.has_value() ? "one" : "none",
+                  " with rank ", rank);
   STD_TORCH_CHECK(clip > 0, "clip: found ", clip, ", accepted are values above 0");
   cuda::QuantizeArgs a{};
   a.dtype = dtype_of(x);
   a.x = data_of(x, "x", x, x.scalar_type(), x.numel());
-  if (residual.has_value()) a.residual = const_cast<void*>(data_of(*residual, "residual", x, x.scalar_type(), m * k));
+  if (residual.has_value())
+    a.residual = const_cast<void*>(data_of(*residual, "residual", x, x.scalar_type(), m * k));
   a.norm = optional_data<float>(norm, "norm", x, ScalarType::Float, k);
   a.smooth = optional_data<float>(smooth, "smooth", x, ScalarType::Float, k);
   a.down = optional_data<void>(down, "down", x, ScalarType::Half, rank * k);
   a.m = as_int(m, "M"), a.k = as_int(k, "K"), a.kp = (a.k + 255) / 256 * 256;
   a.rank = static_cast<int>(rank), a.eps = static_cast<float>(eps);
-  a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order, a.four = four, a.clip = static_cast<float>(clip);
-  Quantized out{torch::stable::new_empty(x, {m, four ? a.kp / 2 : a.kp}, four ? ScalarType::Byte : ScalarType::Char),
-                torch::stable::new_empty(x, {m}, ScalarType::Float),
-                torch::stable::new_empty(x, {rank / 16, (m + 7) / 8, 128}, ScalarType::Half),
-                torch::stable::new_empty(x, {four ? a.kp / 64 : 0, (m + 127) / 128 * 128}, ScalarType::Float)};
+  a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order, a.four = four,
+  a.clip = static_cast<float>(clip);
+  Quantized out{
+      torch::stable::new_empty(x, {m, four ? a.kp / 2 : a.kp}, four ? ScalarType::Byte : ScalarType::Char),
+      torch::stable::new_empty(x, {m}, ScalarType::Float),
+      torch::stable::new_empty(x, {rank / 16, (m + 7) / 8, 128}, ScalarType::Half),
+      torch::stable::new_empty(x, {four ? a.kp / 64 : 0, (m + 127) / 128 * 128}, ScalarType::Float)};
   if (m == 0) return out;
   a.codes = static_cast<int8_t*>(out.codes.mutable_data_ptr());
   a.scales = static_cast<float*>(out.scales.mutable_data_ptr());
@@ -122,33 +129,40 @@ static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& resid
 // x [..., K] (with silu [..., 2K]) -> codes int8 [M, Kp], scales float32 [M], low fp16 fragments.
 static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x, std::optional<Tensor> residual,
                                                         std::optional<Tensor> norm, double eps,
-                                                        std::optional<Tensor> smooth, std::optional<Tensor> down,
-                                                        int64_t rank, bool hadamard, bool silu, bool tile_order) {
+                                                        std::optional<Tensor> smooth,
+                                                        std::optional<Tensor> down, int64_t rank,
+                                                        bool hadamard, bool silu, bool tile_order) {
   Quantized q = quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, tile_order, false, 1);
   return {q.codes, q.scales, q.low};
 }
 
 // -> codes uint8 [M, Kp / 2], group scales float32 [Kp / 64, M rounded up to 128], scales, low.
-static std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_quantize4(const Tensor& x, std::optional<Tensor> residual,
+static std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_quantize4(const Tensor& x,
+                                                                 std::optional<Tensor> residual,
                                                                  std::optional<Tensor> norm, double eps,
-                                                                 std::optional<Tensor> smooth, std::optional<Tensor> down,
-                                                                 int64_t rank, bool hadamard, bool silu, double clip) {
+                                                                 std::optional<Tensor> smooth,
+                                                                 std::optional<Tensor> down, int64_t rank,
+                                                                 bool hadamard, bool silu, double clip) {
   Quantized q = quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, false, true, clip);
   return {q.codes, q.group_scales, q.scales, q.low};
 }
 
-// out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable GEMM, -2 the GEMV, -1 by the table, else that row of tiles.
-static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low, const Tensor& weight,
-                          const Tensor& channel, std::optional<Tensor> bias, std::optional<Tensor> up, int64_t n,
-                          int64_t mode, int64_t out, int64_t row) {
+// out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable GEMM, -2 the GEMV, -1 by the table, else
+// that row of tiles.
+static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low,
+                          const Tensor& weight, const Tensor& channel, std::optional<Tensor> bias,
+                          std::optional<Tensor> up, int64_t n, int64_t mode, int64_t out, int64_t row) {
   STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [M, Kp]");
   const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
   const cuda::Device device = device_of(codes);
-  STD_TORCH_CHECK(mode >= 0 && mode < cuda::kModes, "mode: found ", mode, ", accepted are 0 .. ", cuda::kModes - 1);
-  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out, ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  STD_TORCH_CHECK(mode >= 0 && mode < cuda::kModes, "mode: found ", mode, ", accepted are 0 .. ",
+                  cuda::kModes - 1);
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
+                  ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
   cuda::LinearArgs a{};
   const int64_t m = codes.size(0), kp = codes.size(1), np = (n + 63) / 64 * 64;
-  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n, ", accepted are multiples of 256, above 0");
+  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n,
+                  ", accepted are multiples of 256, above 0");
   a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K");
   a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out);
   a.rank = up.has_value() ? as_int(up->numel() / np, "rank") : 0;
@@ -156,7 +170,8 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
   static const int64_t kBytes[] = {8192, 4096, 4224, 4352};  // tile_bytes of tile.cuh
   a.codes = static_cast<const int8_t*>(data_of(codes, "codes", codes, ScalarType::Char, m * kp));
   a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, m, 4));
-  a.weight = static_cast<const uint8_t*>(data_of(weight, "weight", codes, ScalarType::Byte, np / 64 * (kp / 128) * kBytes[mode]));
+  a.weight = static_cast<const uint8_t*>(
+      data_of(weight, "weight", codes, ScalarType::Byte, np / 64 * (kp / 128) * kBytes[mode]));
   a.channel = static_cast<const float*>(data_of(channel, "channel", codes, ScalarType::Float, np));
   a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
   a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
@@ -180,27 +195,33 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
   return y;
 }
 
-// INT4 tensor cores: codes and group scales of cuda_quantize4, weight uint8 [np, Kp / 2] and its scales [Kp / 64, np], np =
-// n rounded up to 128.
-static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, const Tensor& scales, std::optional<Tensor> low,
-                           const Tensor& weight, const Tensor& weight_scales, std::optional<Tensor> bias,
-                           std::optional<Tensor> up, int64_t n, int64_t out) {
+// INT4 tensor cores: codes and group scales of cuda_quantize4, weight uint8 [np, Kp / 2] and its scales [Kp /
+// 64, np], np = n rounded up to 128.
+static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, const Tensor& scales,
+                           std::optional<Tensor> low, const Tensor& weight, const Tensor& weight_scales,
+                           std::optional<Tensor> bias, std::optional<Tensor> up, int64_t n, int64_t out) {
   STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [M, Kp / 2]");
   const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
   const cuda::Device device = device_of(codes);
-  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out, ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
-  const int64_t m = codes.size(0), kp = codes.size(1) * 2, np = (n + 127) / 128 * 128, mp = (m + 127) / 128 * 128;
-  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n, ", accepted are multiples of 256, above 0");
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
+                  ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  const int64_t m = codes.size(0), kp = codes.size(1) * 2, np = (n + 127) / 128 * 128,
+                mp = (m + 127) / 128 * 128;
+  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n,
+                  ", accepted are multiples of 256, above 0");
   cuda::Int4Args a{};
-  a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K"), a.mp = as_int(mp, "M");
+  a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K"),
+  a.mp = as_int(mp, "M");
   a.dtype = static_cast<cuda::Dtype>(out);
   a.rank = up.has_value() ? as_int(up->numel() / np, "rank") : 0;
   STD_TORCH_CHECK(a.rank % 16 == 0, "up: found rank ", a.rank, ", accepted are multiples of 16");
   a.codes = static_cast<const uint8_t*>(data_of(codes, "codes", codes, ScalarType::Byte, m * kp / 2));
-  a.group_scales = static_cast<const float*>(data_of(group_scales, "group_scales", codes, ScalarType::Float, kp / 64 * mp));
+  a.group_scales = static_cast<const float*>(
+      data_of(group_scales, "group_scales", codes, ScalarType::Float, kp / 64 * mp));
   a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, m, 4));
   a.weight = static_cast<const uint8_t*>(data_of(weight, "weight", codes, ScalarType::Byte, np * kp / 2));
-  a.weight_scales = static_cast<const float*>(data_of(weight_scales, "weight_scales", codes, ScalarType::Float, kp / 64 * np));
+  a.weight_scales = static_cast<const float*>(
+      data_of(weight_scales, "weight_scales", codes, ScalarType::Float, kp / 64 * np));
   a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
   a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
   if (a.rank) {
@@ -217,16 +238,17 @@ static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, cons
 }
 
 // In place: queries and keys of qkv [..., (heads + 2 kv_heads) * 128] are normed and rotated.
-static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, const Tensor& cosines,
-                           const Tensor& sines, int64_t heads, int64_t kv_heads, double eps) {
+static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm,
+                           const Tensor& cosines, const Tensor& sines, int64_t heads, int64_t kv_heads,
+                           double eps) {
   STD_TORCH_CHECK(qkv.is_cuda() && qkv.dim() >= 1, "qkv: accepted is a CUDA tensor");
-  STD_TORCH_CHECK(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads: found ", heads, " and ", kv_heads,
-                  ", accepted are multiples of the key-value heads");
+  STD_TORCH_CHECK(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads: found ", heads, " and ",
+                  kv_heads, ", accepted are multiples of the key-value heads");
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   const cuda::Device device = device_of(qkv);
   const int64_t width = (heads + 2 * kv_heads) * 128, m = qkv.numel() / width;
-  STD_TORCH_CHECK(qkv.size(qkv.dim() - 1) == width, "qkv: found ", qkv.size(qkv.dim() - 1), " columns, accepted are ", width,
-                  " (heads of 128)");
+  STD_TORCH_CHECK(qkv.size(qkv.dim() - 1) == width, "qkv: found ", qkv.size(qkv.dim() - 1),
+                  " columns, accepted are ", width, " (heads of 128)");
   cuda::RopeArgs a{};
   a.dtype = dtype_of(qkv);
   a.qkv = const_cast<void*>(data_of(qkv, "qkv", qkv, qkv.scalar_type(), m * width));
@@ -241,21 +263,28 @@ static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::option
   STD_TORCH_CHECK(!wrong, "cuda_norm_rope: ", wrong);
 }
 
-// codes uint8 [N, K / 2] (4 bits, element 2j low) or [N, K]; scales float32 [N, G], zeros uint8 [N, G] -> [N, K].
-static Tensor cuda_dequantize(const Tensor& codes, const Tensor& scales, std::optional<Tensor> zeros, int64_t k,
-                              int64_t group_size, int64_t bits, int64_t out) {
-  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [N, K / 2] or [N, K]");
+// codes uint8 [N, K / 2] (4 bits, element 2j low) or [N, K]; scales float32 [N, G], zeros uint8 [N, G] -> [N,
+// K].
+static Tensor cuda_dequantize(const Tensor& codes, const Tensor& scales, std::optional<Tensor> zeros,
+                              int64_t k, int64_t group_size, int64_t bits, int64_t out) {
+  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2,
+                  "codes: accepted is a CUDA tensor [N, K / 2] or [N, K]");
   const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
   const cuda::Device device = device_of(codes);
   STD_TORCH_CHECK(bits == 4 || bits == 8, "bits: found ", bits, ", accepted are 4 and 8");
-  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out, ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
-  STD_TORCH_CHECK(k > 0 && group_size > 0 && (bits == 8 || k % 2 == 0), "K: found ", k, " in groups of ", group_size);
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
+                  ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  STD_TORCH_CHECK(k > 0 && group_size > 0 && (bits == 8 || k % 2 == 0), "K: found ", k, " in groups of ",
+                  group_size);
   const int64_t n = codes.size(0), groups = (k + group_size - 1) / group_size;
   cuda::DequantizeArgs a{};
-  a.codes = static_cast<const uint8_t*>(data_of(codes, "codes", codes, ScalarType::Byte, n * k * bits / 8, 1));
+  a.codes =
+      static_cast<const uint8_t*>(data_of(codes, "codes", codes, ScalarType::Byte, n * k * bits / 8, 1));
   a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, n * groups, 4));
-  if (zeros.has_value()) a.zeros = static_cast<const uint8_t*>(data_of(*zeros, "zeros", codes, ScalarType::Byte, n * groups, 1));
-  a.n = as_int(n, "N"), a.k = as_int(k, "K"), a.group = as_int(group_size, "group_size"), a.groups = as_int(groups, "G");
+  if (zeros.has_value())
+    a.zeros = static_cast<const uint8_t*>(data_of(*zeros, "zeros", codes, ScalarType::Byte, n * groups, 1));
+  a.n = as_int(n, "N"), a.k = as_int(k, "K"), a.group = as_int(group_size, "group_size"),
+  a.groups = as_int(groups, "G");
   a.bits = static_cast<int>(bits), a.dtype = static_cast<cuda::Dtype>(out);
   static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
   Tensor w = torch::stable::new_empty(codes, {n, k}, kTypes[out]);
@@ -277,8 +306,9 @@ static Tensor cuda_inverse_rms(const Tensor& x, double eps) {
   const int m = as_int(x.size(0), "M"), k = as_int(x.size(1), "K");
   Tensor out = torch::stable::new_empty(x, {x.size(0)}, ScalarType::Float);
   if (m == 0) return out;
-  const char* wrong = cuda::launch_inverse_rms(data, static_cast<float*>(out.mutable_data_ptr()), m, k,
-                                               static_cast<float>(eps), dtype, device, current_stream(x.get_device_index()));
+  const char* wrong =
+      cuda::launch_inverse_rms(data, static_cast<float*>(out.mutable_data_ptr()), m, k,
+                               static_cast<float>(eps), dtype, device, current_stream(x.get_device_index()));
   STD_TORCH_CHECK(!wrong, "cuda_inverse_rms: ", wrong);
   return out;
 }

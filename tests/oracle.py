@@ -2,12 +2,13 @@
 
 Nothing here calls the package. The rules (M rows of x, N outputs, K inputs, g a weight group):
 
-* x is widened to float32, divided by ``smooth`` (float32), permuted;
+* x is widened to float32, divided by ``smooth`` (float32), rotated by the Hadamard, permuted;
 * int8 activations, one scale per token or per weight group: amax = max|x|; amax < 2^-100 gives sa = 0 and q = 0;
   otherwise sa = amax / 127 and q = rint(x * (127 / amax)), each step in float32, halves to even;
 * d = Σ q·code - zero·Σ q is an exact integer, then float32(d), rounded to nearest;
 * per token: acc = fma(d, s, acc) in order of g; y = sa·acc, or with a bias fma(acc, sa, bias);
 * per group: acc = fma(d, float32(s·sa_g), acc) in order of g; y = acc, or acc + bias;
+* what a low rank gives (``branch``) is added to that in float32;
 * one last rounding to the dtype of x.
 """
 
@@ -80,14 +81,40 @@ def quantize(x: F32, group_size: int) -> tuple[NDArray[np.int64], F32]:
     return q, sa
 
 
-def prepare(x: Tensor, perm: Tensor | None = None, smooth: Tensor | None = None) -> F32:
-    """x [M, K] as the quantizer sees it: float32, smoothed, permuted."""
-    out = x.float()
-    if smooth is not None:
-        out = out / smooth.float()
-    if perm is not None:
-        out = out[:, perm.long()]
-    return np.ascontiguousarray(out.numpy())
+def inside(x: Tensor, smooth: Tensor | None = None, hadamard: int = 0) -> F32:
+    """x' [M, K]: float32, smoothed, rotated value by value in the order of reference.hadamard."""
+    out = (x.float() if smooth is None else x.float() / smooth.float()).numpy()
+    stride, column = 1, np.arange(out.shape[1])
+    while stride < hadamard:
+        second = (column // stride) % 2 == 1
+        out = np.where(second, out[:, column ^ stride] - out, out + out[:, column ^ stride])
+        stride *= 2
+    return np.ascontiguousarray(out * np.float32(0.125) if hadamard else out)
+
+
+def prepare(x: Tensor, perm: Tensor | None = None, smooth: Tensor | None = None, hadamard: int = 0) -> F32:
+    """x [M, K] as the quantizer sees it: float32, smoothed, rotated, permuted."""
+    out = inside(x, smooth, hadamard)
+    return out if perm is None else np.ascontiguousarray(out[:, perm.long().numpy()])
+
+
+def chained(x: F32, factor: F32, length: int) -> F32:
+    """x [M, J] times factor [J, N]: fma chains over ``length`` values of j from 0, and these added in order from 0."""
+    total = np.zeros((x.shape[0], factor.shape[1]), np.float32)
+    for begin in range(0, x.shape[1], length):
+        chain = np.zeros_like(total)
+        for j in range(begin, min(begin + length, x.shape[1])):
+            chain = fma(
+                np.broadcast_to(x[:, j, None], chain.shape), np.broadcast_to(factor[None, j], chain.shape), chain
+            )
+        total = total + chain
+    return total
+
+
+def branch(inner: F32, down: Tensor, up: Tensor) -> F32:
+    """What a low rank adds [M, N], for x' [M, K], down [K, R], up [N, R]: csrc/cpu/low_rank.body.h has the order."""
+    hidden = chained(inner, down.float().numpy(), 64)
+    return chained(hidden, np.ascontiguousarray(up.float().numpy().T), 16)
 
 
 def linear(
@@ -100,9 +127,11 @@ def linear(
     perm: Tensor | None = None,
     smooth: Tensor | None = None,
     bias: Tensor | None = None,
+    hadamard: int = 0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """y [M, N] in the dtype of x [M, K], for codes [N, K], scales [N, G], zeros [N, G] or None. x is finite."""
-    xs = prepare(x, perm, smooth)
+    xs = prepare(x, perm, smooth, hadamard)
     (m, k), n = xs.shape, codes.shape[0]
     w = codes.numpy().astype(np.int64)
     s = scales.float().numpy()
@@ -123,6 +152,8 @@ def linear(
             if b is None
             else fma(acc, np.broadcast_to(sa[:, :1], acc.shape), np.broadcast_to(b, acc.shape))
         )
+    if low_rank is not None:
+        y = y + branch(inside(x, smooth, hadamard), *low_rank)
     return torch.from_numpy(np.ascontiguousarray(y)).to(x.dtype)
 
 

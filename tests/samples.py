@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import wave
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,3 +159,46 @@ def awq_words(values: Tensor) -> Tensor:
     """[R, N] values 0..15 to AutoAWQ's int32 [R, N / 8]."""
     r, n = values.shape
     return words(values.reshape(r, n // 8, 8)[:, :, AWQ_ORDER].reshape(r, n), 1)
+
+
+def whisper(folder: Path, seed: int = 0) -> Path:
+    """A random Whisper of width 64 with feature extractor and byte tokenizer, that listens to one second."""
+    from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = WhisperConfig(
+        vocab_size=len(tokenizer), num_mel_bins=16, d_model=64, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=128, decoder_ffn_dim=128,
+        max_source_positions=50, max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1, init_std=0.2,
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(
+        decoder_start_token_id=1, bos_token_id=1, eos_token_id=2, pad_token_id=0, max_length=64
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+def wav(path: Path, seconds: float = 0.5, rate: int = 16000, channels: int = 1, seed: int = 0) -> Path:
+    """16-bit noise."""
+    noise = torch.randn(int(seconds * rate) * channels, generator=generator("wav", seed)) * 3000
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(noise.to(torch.int16).numpy().tobytes())
+    return path
+
+
+def speech(folder: Path, texts: Sequence[str] = ("one fox", "two lazy dogs", "and a third line")) -> Path:
+    """A speech file with one clip of noise a text."""
+    rows = [
+        {"audio": wav(folder / f"{i}.wav", 0.4 + 0.1 * i, seed=i).name, "text": text} for i, text in enumerate(texts)
+    ]
+    path = folder / "speech.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lowbit.models import calibrate
 from lowbit.models.calibrate import quantize_model
 from lowbit.models.calibration_inputs import read_calibration
-from lowbit.models.walk import capture, collect
+from lowbit.models.collect import collect
+from lowbit.models.walk import capture
 from lowbit.quantize import InputStats, Options, effective, quantize_linears, rtn
 from lowbit.types import SCHEMES, FormatError, QuantizedWeight
 
@@ -123,11 +124,11 @@ def test_a_block_is_measured_on_what_the_blocks_before_it_give(inputs: Any) -> N
 def test_qkv_and_gate_up_share_one_hessian() -> None:
     model = llama()
     blocks = list(model.get_submodule("model.layers").children())
-    traces = capture(model, blocks, read_calibration([ids(4, 16)]))
-    assert [c.block for c in traces[0].calls] == [0, 1, 2]
+    run = capture(model, blocks, read_calibration([ids(4, 16)]))
+    assert run.order == [0, 1, 2] and not run.more and not run.traces[0].held
     linears = {n: blocks[0].get_submodule(n) for n in LINEARS}
     with torch.no_grad():
-        found = collect(blocks[0], linears, traces, 0, hessian=True, seed=0)  # type: ignore[arg-type]
+        found = collect(blocks[0], linears, run.traces, 0, hessian=True, seed=0)  # type: ignore[arg-type]
     assert [names for names, _ in found] == [LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]]
     assert all(s.tokens == 64 for _, s in found)
     assert all(not b._forward_pre_hooks and "forward" not in b.__dict__ for b in model.modules())
@@ -159,15 +160,15 @@ def test_blocks_with_masks_of_their_own() -> None:
     model = transformers.Gemma3ForCausalLM(config).eval()
     blocks = list(model.get_submodule("model.layers").children())
     x = ids(2, 40)
-    traces = capture(model, blocks, read_calibration([x]))
+    (trace,) = capture(model, blocks, read_calibration([x])).traces
     seen: list[Tensor] = []
     handle = model.get_submodule("model.norm").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         model(x)
         handle.remove()
         for step, block in enumerate(blocks):
-            traces[0].advance(block, step)
-    assert torch.equal(traces[0].hidden, seen[0])
+            trace.advance(block, step)
+    assert list(trace.outputs) == [3] and torch.equal(trace.outputs[3], seen[0])
 
 
 @pytest.mark.parametrize("family", ("Qwen2", "Qwen3", "Mistral", "Phi", "Phi3", "OPT"))

@@ -290,7 +290,7 @@ def test_stopping_says_how_to_go_on(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "quantize", stop)
+    monkeypatch.setattr("lowbit.models.directory.quantize_directory", stop)
     out = tmp_path / "out"
     assert main(["quantize", str(plain), str(out), "--calibration", str(plain / "text.txt")]) == 130
     said = capsys.readouterr().err

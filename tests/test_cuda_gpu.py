@@ -12,7 +12,8 @@ from lowbit import ops_cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-pytestmark = pytest.mark.gpu
+WHY = ops_cuda.refuses(0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "")]
 
 
 @pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "overlap", "module"])

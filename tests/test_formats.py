@@ -156,6 +156,21 @@ def test_lowbit_layout() -> None:
     assert written["l.qweight"].tolist() == [[0xF0, 0x97, 0x0A]] and written["l.w_zeros"].tolist() == [[8]]
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3, 8])
+def test_lowbit_zeros_two_a_byte(groups: int) -> None:
+    """Zero points of 4-bit codes stand two a byte; files that have a byte each are read as well."""
+    q = weight(4, 32 * groups, 32, zeros=True)
+    assert q.zeros is not None
+    written = lowbit.write(q, P)
+    stored = written[f"{P}.w_zeros"]
+    assert tuple(stored.shape) == (4, -(-groups // 2))
+    assert [int(b) & 15 for b in stored[0]] == q.zeros[0, 0::2].tolist()
+    assert [int(b) >> 4 for b in stored[0]][: groups // 2] == q.zeros[0, 1::2].tolist()
+    metadata = lowbit.metadata({P: lowbit.describe(q)}, "rtn")
+    assert_same(read_layer(written, P, "lowbit", metadata), q)
+    assert_same(read_layer(written | {f"{P}.w_zeros": q.zeros}, P, "lowbit", metadata), q)
+
+
 def test_lowbit_scales_are_never_rounded() -> None:
     q = weight(4, 64, 32, scale_dtype=torch.float32)
     assert lowbit.write(q, "l")["l.w_scales"].dtype == torch.float32
@@ -193,7 +208,8 @@ METADATA = lowbit.metadata({P: lowbit.describe(GOOD)}, "rtn")
         ({"w_scales": torch.ones(8, 2).double()}, "w_scales: found float64"),
         ({"w_scales": torch.full((8, 2), float("nan")).half()}, "w_scales: found NaN or Inf"),
         ({"w_zeros": torch.full((8, 2), 16, dtype=torch.uint8)}, r"w_zeros: found 16, accepted is 0 \.\. 15"),
-        ({"w_zeros": torch.zeros(8, 1, dtype=torch.uint8)}, r"w_zeros: found shape \[8, 1\]"),
+        ({"w_zeros": torch.zeros(8, 3, dtype=torch.uint8)}, r"w_zeros: found shape \[8, 3\]"),
+        ({"w_zeros": torch.zeros(7, 1, dtype=torch.uint8)}, r"w_zeros: found shape \[7, 1\]"),
         ({"perm": torch.zeros(64, dtype=torch.int32)}, "perm: found values that are no permutation"),
         ({"perm": torch.arange(64)}, "perm: found int64"),
         ({"smooth": torch.zeros(64).half()}, r"smooth: found 0\.0, accepted is values > 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import gc
+import json
 import os
 import pickle
 import time
@@ -22,8 +23,8 @@ from lowbit.engines import llama
 from lowbit.engines.decode import decode
 from lowbit.engines.llama import Decoder, native, refuses
 from lowbit.models.replace import replace
-from lowbit.nn import QuantLinear
-from lowbit.types import FormatError, LowRank
+from lowbit.nn import QuantLinear, W4A4Linear
+from lowbit.types import Activation, FormatError, LowRank
 
 transformers = pytest.importorskip("transformers")
 VOCAB = 200
@@ -58,6 +59,23 @@ def make(name: str = "llama", scheme: str = "w4a16", seed: int = 0, **changes: A
     for key, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and key != "lm_head":
             replace(model, key, QuantLinear.from_linear(module, scheme))
+    return model
+
+
+def four(activation: str | None = "default", sizes: tuple[int, int] = (128, 192), **parts: Any) -> Any:
+    """A random W4A4 model: smoothing that siblings share, Hadamard, a low rank of its own in every linear."""
+    model = make("llama", "w4a16", hidden_size=sizes[0], intermediate_size=sizes[1], num_attention_heads=4)
+    for key, old in list(model.named_modules()):
+        if not isinstance(old, QuantLinear):
+            continue
+        n, k, r = old.out_features, old.in_features, samples.generator(key)
+        sibling = key.rsplit(".", 1)[0] if "mlp.down" not in key and "o_proj" not in key else key
+        smooth = (torch.rand(k, generator=samples.generator(sibling)) + 0.5).half()
+        rank = parts.get("rank", {}).get(key.rsplit(".", 1)[1], 16)
+        low = LowRank(*(torch.randn(size, rank, generator=r).half() / 16 for size in (k, n))) if rank else None
+        q = samples.weight(n, k, 64, zeros=False, activation=Activation(4, "group"))
+        q = q.with_(scales=(q.scales.float() / 4).half(), smooth=smooth, hadamard=64, low_rank=low)
+        replace(model, key, W4A4Linear.from_quantized(parts.get("change", lambda key, q: q)(key, q), activation))
     return model
 
 
@@ -132,6 +150,68 @@ def test_the_same_bits_whatever_the_tier_the_threads_and_the_chunks(name: str, c
             assert torch.equal(ones, want[250:]), (threads, isa, "one by one")
     finally:
         torch.set_num_threads(before)
+
+
+UNEVEN = {"q_proj": 16, "k_proj": 0, "v_proj": 33, "gate_proj": 0, "up_proj": 64, "down_proj": 3}
+
+
+@pytest.mark.parametrize("rank", [{}, UNEVEN], ids=["one rank", "ranks of their own"])
+def test_w4a4_layers_give_the_logits_of_the_modules(rank: dict[str, int]) -> None:
+    model = four(None, rank=rank)
+    ids = tokens(40)
+    assert refuses(model) is None
+    assert far(Decoder.from_model(model, head="float").start().feed(ids, keep=40), reference(model, ids)) < 1e-5
+    model = four(rank=rank)  # as a checkpoint declares it: 8 bits per token
+    assert model.model.layers[0].mlp.up_proj.activation == "token"
+    assert far(Decoder.from_model(model, head="float").start().feed(ids, keep=40), reference(model, ids)) < 2e-2
+
+
+def test_shared_rows_of_w4a4_layers_are_those_of_each_alone() -> None:
+    """An identity as activation order changes no bit and keeps k and up from sharing the rows of q and gate."""
+
+    def alone(key: str, q: Any) -> Any:
+        return q.with_(perm=torch.arange(q.k).int()) if key.endswith(("k_proj", "up_proj")) else q
+
+    ids = tokens(60)
+    want = Decoder.from_model(four(rank=UNEVEN)).start().feed(ids, keep=60)
+    assert torch.equal(Decoder.from_model(four(rank=UNEVEN, change=alone)).start().feed(ids, keep=60), want)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["float16 factors", "float32 factors"])
+def test_w4a4_steps_have_the_same_bits_whatever_the_tier_the_threads_and_the_chunks(wide: bool) -> None:
+    def change(key: str, q: Any) -> Any:
+        low = q.low_rank and LowRank(*(t.float() + 1e-5 for t in q.low_rank))
+        return q.with_(low_rank=low) if wide and "k_proj" not in key else q  # k: float16 between two of float32
+
+    decoder = Decoder.from_model(four(rank={} if wide else UNEVEN, change=change))
+    ids = tokens(90)
+    want = decoder.start().feed(ids, keep=90)
+    before = torch.get_num_threads()
+    try:
+        for threads, isa, chunk in [(1, "", 33), (3, "", 7), *((2, isa, 50) for isa in ops.cpu_isas())]:
+            torch.set_num_threads(threads)
+            state = decoder.start(16, chunk=chunk)
+            assert torch.equal(state.feed(ids, keep=90, isa=isa), want), (threads, isa, chunk)
+            state.length = 80
+            ones = torch.cat([state.feed(ids[at : at + 1], isa=isa).clone() for at in range(80, 90)])
+            assert torch.equal(ones, want[80:]), (threads, isa, "one by one")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_w4a4_checkpoint_runs_native_and_on_the_command_line(tmp_path: Any, capsys: Any) -> None:
+    from lowbit.cli import main
+    from lowbit.models import save
+
+    model = four()
+    save.save(model, tmp_path / "m")
+    loaded = lowbit.load(tmp_path / "m")
+    assert refuses(loaded) is None
+    got = decode(loaded, tokens(9), 12, stop=[])
+    assert got.engine == "native" and got.tokens == decode(model, tokens(9), 12, stop=[]).tokens
+    samples.byte_tokenizer(pad_token="<pad>").save_pretrained(tmp_path / "m")
+    assert main(["run", str(tmp_path / "m"), "--prompt", "abc", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engine"] == "native"
 
 
 def test_a_long_cache_split_over_query_heads_has_the_same_bits() -> None:
@@ -244,11 +324,9 @@ def spoil(what: str) -> Any:
         model = make()
         layer = model.model.layers[0].self_attn.o_proj
         q = layer.to_quantized()
-        if what == "hadamard":
-            q = q.with_(hadamard=64)
-        else:
-            q = q.with_(low_rank=LowRank(torch.randn(q.k, 4), torch.randn(q.n, 4)))
-        replace(model, "model.layers.0.self_attn.o_proj", QuantLinear.from_quantized(q, None))
+        linear = QuantLinear.from_quantized(q, "token")
+        linear.activation_bits = 4
+        replace(model, "model.layers.0.self_attn.o_proj", linear)
     return model
 
 
@@ -261,8 +339,7 @@ def spoil(what: str) -> Any:
         ("rope", "rope_type: found 'dynamic'"),
         ("head_dim", "head_dim: found 24, accepted by the native engine is a multiple of 16"),
         ("hook", "model.layers.0.mlp: found a forward hook"),
-        ("hadamard", "model.layers.0.self_attn.o_proj: found a Hadamard, a low rank or 4-bit activations"),
-        ("low rank", "model.layers.0.self_attn.o_proj: found a Hadamard, a low rank or 4-bit activations"),
+        ("four bits", "model.layers.0.self_attn.o_proj: found activations simulated in 4 bits"),
     ],
 )
 def test_refusals_give_the_reason_and_transformers_runs(what: str, said: str) -> None:
@@ -432,7 +509,7 @@ def test_a_model_for_decoding_stays_as_stored_where_the_native_step_runs(tmp_pat
     stored, cast = load_model(tmp_path / "m"), lowbit.load(tmp_path / "m")
     kept = {p.dtype for p in lowbit.load(tmp_path / "m", dtype=None).parameters()}
     assert {p.dtype for p in stored.parameters()} == (kept if family == "llama" else {torch.float32})
-    assert stored.get_input_embeddings().weight is stored.lm_head.weight or family != "llama"
+    assert stored.model.embed_tokens.weight is stored.lm_head.weight or family != "llama"
     got = decode(stored, tokens(9), 12, stop=[])
     assert got.engine == ("native" if family == "llama" else "transformers")
     assert got.tokens == decode(cast, tokens(9), 12, stop=[]).tokens

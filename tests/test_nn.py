@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import pickle
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import oracle
 from lowbit import dispatch, ops, reference
-from lowbit.nn import QuantLinear
+from lowbit.formats import lowbit as lowbit_format
+from lowbit.nn import QuantLinear, W4A4Linear
 from lowbit.quantize import effective
 from lowbit.types import SCHEMES, Activation, FormatError, LowRank, QuantizedWeight, Scheme
 from samples import DTYPES, awq_words, flat, generator, ramp, rows, weight, words
@@ -204,8 +209,10 @@ def test_transforms_and_branch_are_the_references(half: bool, perm: bool, activa
         want = reference.linear(x, q, declared)
         assert float((m(x) - want).norm()) <= 2e-6 * float(want.norm())
     x = rows(33, 192)
-    if half:  # a row of a batch is that row alone, to the bit
-        assert torch.equal(m(x), torch.cat([m(row[None]) for row in x]))
+    assert torch.equal(m(x), torch.cat([m(row[None]) for row in x]))  # to the bit
+    if activation is not None:
+        q_half = (q.codes, q.scales, q.zeros, 64, activation, q.perm, q.smooth, q.bias, 64, q.low_rank)
+        assert oracle.same_bits(m(x), oracle.linear(x, *q_half))
     for dtype in DTYPES:
         assert torch.equal(m(x.to(dtype)), m(x.to(dtype).float()).to(dtype))
     assert torch.allclose(m.dequantize(), effective(q), atol=1e-6)
@@ -249,6 +256,48 @@ def test_four_bits_are_simulated_as_the_reference_has_them(perm: bool, clip: flo
         m.activation_bits = 3
     with pytest.raises(FormatError, match="activation_bits: found 4, accepted with float activations is 8"):
         QuantLinear.from_quantized(q, None).activation_bits = 4
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("half", [True, False], ids=["float16 factors", "float32 factors"])
+def test_a_branched_layer_copies_pickles_and_loads(half: bool, activation: str | None) -> None:
+    m = QuantLinear.from_quantized(branched(half=half, perm=True), activation)
+    other = QuantLinear.from_quantized(branched(half=half).with_(bias=torch.ones(40)), activation)
+    x = rows(5, 192)
+    assert not torch.equal(other(x), m(x))
+    other.perm = torch.empty_like(m.perm)
+    other.load_state_dict(m.state_dict())
+    with torch.inference_mode():
+        inside = m(x)
+    for again in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m)), m.half()):
+        assert oracle.same_bits(again(x), inside)
+    low, want = m.to_quantized().low_rank, branched(half=half).low_rank
+    assert low is not None and want is not None
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(low, want, strict=True))
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_w4a4_linear_from_a_checkpoint(tmp_path: Path, published: bool) -> None:
+    q = branched() if not published else branched().with_(smooth=None, hadamard=0, activation=None)
+    name = "layers.0.proj"
+    said = {} if published else {"lowbit": json.dumps({"linears": {name: lowbit_format.describe(q)}})}
+    save_file(lowbit_format.write(q, name), tmp_path / "m.safetensors", said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m = W4A4Linear.from_checkpoint(tmp_path / "m.safetensors", name)
+        four = W4A4Linear.from_checkpoint(tmp_path / "m.safetensors", name, activation_bits=4)
+    x = rows(5, 192)
+    assert oracle.same_bits(m(x), QuantLinear.from_quantized(q)(x)) and m.activation == (
+        "group" if published else "token"
+    )
+    want = reference.linear(x, q, FOUR)
+    assert four.activation_bits == 4 and float((four(x) - want).norm()) <= 2e-6 * float(want.norm())
+    assert isinstance(copy.deepcopy(m), W4A4Linear) and (m.in_features, m.out_features) == (192, 40)
+    assert torch.equal(torch.compile(m, fullgraph=True, backend="eager")(x), m(x))
+    with pytest.raises(FormatError, match="codes: found 8 bits, symmetric True, accepted are signed 4-bit codes"):
+        W4A4Linear.from_quantized(weight(8, 64, 64, bits=8, zeros=False))
+    with pytest.raises(FormatError, match="layers.1.proj"):
+        W4A4Linear.from_checkpoint(tmp_path / "m.safetensors", "layers.1.proj")
 
 
 def test_transforms_compile_and_pass_gradients() -> None:

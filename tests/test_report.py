@@ -20,7 +20,7 @@ numbers = st.floats(-1e12, 1e12, allow_nan=False)
 
 
 def parse(svg: str) -> ElementTree.Element:
-    return ElementTree.fromstring(svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+    return ElementTree.fromstring(svg)
 
 
 def centres(svg: str) -> list[tuple[float, float]]:
@@ -86,7 +86,8 @@ def test_a_table_keeps_cells_and_order():
 
 def test_the_page_stands_alone_and_is_written_whole(tmp_path: Path):
     html = report.page("t", [report.figure(report.plot({"a": [Point(1, 1)]}, "x", "y"), "c")])
-    assert not re.search(r"(?:src|href)\s*=|<script|@import|url\(|https?:", html)
+    named = html.replace('xmlns="http://www.w3.org/2000/svg"', "")  # a name, which nothing fetches
+    assert not re.search(r"(?:src|href)\s*=|<script|@import|url\(|https?:", named)
     target = tmp_path / "deep" / "report.html"
     report.write(target, html)
     assert target.read_text("utf-8") == html

@@ -521,7 +521,7 @@ def test_rows_of_the_report_say_what_was_done() -> None:
     assert [row.method for _, row in done.values()] == ["svdquant16"] * 2
     four = done["q"][0].activation
     assert four is not None and four[:2] == (4, "group") and done["v"][0].activation == Activation(8, "group")
-    assert (f"activations clipped at {four.clip:g}" in done["q"][1].notes) == (four.clip != 1)
+    assert done["q"][1].clip == four.clip and done["v"][1].clip is None and done["q"][1].rank == done["v"][1].rank == 16
     assert "rank 8 of 16, all that the shape has" in done["v"][1].notes
     assert done["q"][1].notes[0].startswith("smoothing r")
     plain = quantize_linears(weights, stats_of(x), W4A4, Options("svdquant", recipe="iterative"))

@@ -23,6 +23,7 @@ bool same_rows(const PackedLinear& a, const PackedLinear& b) {
     return p == q || (p && q && !std::memcmp(p, q, static_cast<size_t>(a.k) * 4));
   };
   return a.k == b.k && a.group == b.group && a.padded == b.padded && a.granularity == b.granularity &&
+         a.hadamard == b.hadamard && (!a.down || !b.down || a.wide_down == b.wide_down) &&
          same(a.perm, b.perm) && same(a.smooth, b.smooth);
 }
 
@@ -43,16 +44,21 @@ struct Buffers {
   int8_t* codes;
   int32_t* sums;
   float *scales, *floats;
+  float* hidden;         // of the low ranks of linears that share rows
+  const uint8_t** down;  // their panels
   float* per_thread;
   int64_t thread_floats, bytes;
 
   Buffers(const Decoder& d, int64_t m, int threads, uint8_t* base) {
-    int64_t widest = 0, most_groups = 0;
+    int64_t widest = 0, most_groups = 0, longest = 0, joined = 0, panels = 0;
     bool any_float = false;
     const auto see = [&](const PackedLinear& l) {
       widest = std::max(widest, width_of(l));
+      longest = std::max(longest, l.k);
       most_groups = std::max(most_groups, l.groups);
       any_float |= l.granularity == Granularity::kNone;
+      joined = l.down_panels + (l.joins ? joined : 0);
+      panels = std::max(panels, joined);
     };
     for (const Layer& l : d.layers)
       for (const PackedLinear* p : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) see(*p);
@@ -71,8 +77,11 @@ struct Buffers {
     sums = s.take<int32_t>(m * most_groups);
     scales = s.take<float>(m * std::max<int64_t>(most_groups, 1));
     floats = s.take<float>(any_float ? m * widest : 0);
+    hidden = s.take<float>(m * panels * kPanel);
+    down = s.take<const uint8_t*>(panels);
     const int64_t attention = attention_scratch(std::min(m, kTileRows), d.heads / d.kv_heads, d.head_dim);
-    thread_floats = round_up(std::max(widest, attention), kLine / 4);
+    const int64_t rows = widest + kMostRows * round_up(longest, kPanel);  // scratch_floats
+    thread_floats = round_up(std::max(rows, attention), kLine / 4);
     per_thread = s.take<float>(thread_floats * threads);
     bytes = s.used;
   }
@@ -136,7 +145,9 @@ class Run {
     parallel(m, 1 + 16384 / d_.hidden, [&](int64_t begin, int64_t end) { table_.add_norm(a, begin, end); });
   }
 
-  Rows rows_for(const PackedLinear& l, const float* x, int64_t m) const {
+  // The rows of `count` linears that share them.
+  Rows rows_for(const PackedLinear* const* shared, int count, const float* x, int64_t m) const {
+    const PackedLinear& l = *shared[0];
     Rows r{};
     r.x = x;
     r.dtype = Dtype::kFloat32;
@@ -152,18 +163,29 @@ class Run {
     r.sums = b_.sums;
     r.scales = b_.scales;
     r.floats = b_.floats;
+    r.hadamard = l.hadamard;
+    r.down = b_.down;
+    r.hidden = b_.hidden;
+    for (int i = 0; i < count; ++i) {
+      const PackedLinear& one = *shared[i];
+      const int64_t bytes = round_up(one.k, 4) * kPanel * (one.wide_down ? 4 : 2);
+      for (int64_t p = 0; p < one.down_panels; ++p) b_.down[r.down_panels++] = one.down + p * bytes;
+      if (one.down) r.wide_down = one.wide_down;
+    }
     return r;
   }
   void quantize(const Rows& r) const {
     const int64_t blocks = (r.m + table_.row_block - 1) / table_.row_block;
-    const int64_t grain = 1 + 16384 / (table_.row_block * r.groups * r.padded);
+    const int64_t grain = 1 + 16384 / (table_.row_block * r.groups * r.padded * (1 + r.down_panels));
     parallel(blocks, grain, [&](int64_t begin, int64_t end) {
       Rows own = r;
       own.scratch = mine();
       table_.quantize_rows(own, begin, end);
     });
   }
-  void panels(const PackedLinear& l, const Rows& r, float* y, int64_t begin, int64_t end) const {
+  // `before`: panels of `down` that belong to linears before this one.
+  void panels(const PackedLinear& l, const Rows& r, int64_t before, float* y, int64_t begin,
+              int64_t end) const {
     LinearArgs a{};
     a.rows = &r;
     a.weight = l.weight;
@@ -172,6 +194,10 @@ class Run {
     a.wide_scales = l.wide_scales;
     a.bias = l.bias;
     a.y = y;
+    a.up = l.up;
+    a.rank = l.rank;
+    a.wide_up = l.wide_up;
+    a.hidden = r.hidden + before * kPanel;
     (l.bits == 4 ? table_.linear_w4 : l.bits == 8 ? table_.linear_w8 : table_.linear_f16)(a, begin, end);
   }
   static int64_t grain_of(const Rows& r) { return 1 + 65536 / (r.groups * r.padded * kPanel * r.m); }
@@ -180,13 +206,16 @@ class Run {
   void linears(const PackedLinear* const* l, float* const* y, int count, const float* x, int64_t m) const {
     for (int first = 0, next = 0; first < count; first = next) {
       int64_t total = 0;
-      for (next = first; next < count && same_rows(*l[first], *l[next]); ++next) total += panels_of(*l[next]);
-      const Rows r = rows_for(*l[first], x, m);
+      for (next = first; next < count && (next == first || l[next]->joins); ++next)
+        total += panels_of(*l[next]);
+      const Rows r = rows_for(l + first, next - first, x, m);
       quantize(r);
       parallel(total, grain_of(r), [&](int64_t begin, int64_t end) {
+        int64_t before = 0;
         for (int i = first; i < next; ++i) {
           const int64_t here = panels_of(*l[i]), from = std::max<int64_t>(begin, 0), to = std::min(end, here);
-          if (from < to) panels(*l[i], r, y[i], from, to);
+          if (from < to) panels(*l[i], r, before, y[i], from, to);
+          before += l[i]->down_panels;
           begin -= here;
           end -= here;
         }
@@ -200,7 +229,7 @@ class Run {
 
   // gate <- silu(gate) * up, a few panels at a time while their rows are in the cache.
   void gated(const Layer& l) const {
-    if (!same_rows(l.gate, l.up)) {
+    if (!l.up.joins) {
       linear(l.gate, b_.normed, s_.m, b_.gate);
       linear(l.up, b_.normed, s_.m, b_.up);
       parallel(s_.m, 1 + 16384 / d_.intermediate, [&](int64_t begin, int64_t end) {
@@ -209,14 +238,15 @@ class Run {
       });
       return;
     }
-    const Rows r = rows_for(l.gate, b_.normed, s_.m);
+    const PackedLinear* both[] = {&l.gate, &l.up};
+    const Rows r = rows_for(both, 2, b_.normed, s_.m);
     quantize(r);
     parallel(panels_of(l.gate), 1 + grain_of(r) / 2, [&](int64_t begin, int64_t end) {
       const int64_t strip = s_.m == 1 ? end - begin : kStripPanels;
       for (int64_t p = begin; p < end; p += strip) {
         const int64_t to = std::min(p + strip, end), at = p * kPanel;
-        panels(l.gate, r, b_.gate, p, to);
-        panels(l.up, r, b_.up, p, to);
+        panels(l.gate, r, 0, b_.gate, p, to);
+        panels(l.up, r, l.gate.down_panels, b_.up, p, to);
         table_.silu_mul(b_.gate + at, b_.up + at, s_.m, d_.intermediate, (to - p) * kPanel);
       }
     });
@@ -263,6 +293,12 @@ class Run {
 };
 
 }  // namespace
+
+void join(Layer& layer) {
+  layer.k.joins = same_rows(layer.q, layer.k);
+  layer.v.joins = same_rows(layer.k, layer.v) && (!layer.k.joins || same_rows(layer.q, layer.v));
+  layer.up.joins = same_rows(layer.gate, layer.up);
+}
 
 int64_t scratch_bytes(const Decoder& d, int64_t m, int threads) {
   return Buffers(d, m, threads, nullptr).bytes;

@@ -59,12 +59,21 @@ struct PackedLinear {
   const float* bias;        // [n] or null
   const int32_t* perm;      // [k] or null
   const float* smooth;      // [k] or null
+  bool hadamard;            //
+  const uint8_t* down;      // [down_panels, k rounded up to 4, 16], or null: no low rank
+  int64_t down_panels;      //
+  bool wide_down, wide_up;  // float32 factors, else float16
+  const uint8_t* up;        // [panels, rank, 16]
+  int64_t rank;             // rounded up to 4
+  bool joins;               // reads the rows that the linear before it of the same x reads
 };
 
 struct Layer {
   const float *norm, *mlp_norm, *q_norm, *k_norm;  // [hidden], [hidden], [head_dim] or null
   PackedLinear q, k, v, o, gate, up, down;
 };
+
+void join(Layer& layer);  // sets `joins`
 
 struct Decoder {
   int64_t hidden, heads, kv_heads, head_dim, intermediate, vocabulary;

@@ -63,7 +63,7 @@ static void float_block(const LinearArgs& a, int64_t row, int64_t panel) {
   constexpr int kTile = MB <= 4 ? kVecs : kVecs / 2;  // 16 chains in registers
   alignas(64) float out[MB * kPanel];
   for (int first = 0; first < kVecs; first += kTile) float_tile<W, MB, kTile>(a, row, panel, first, out);
-  for (int m = 0; m < MB; ++m) finish_row(a, row + m, panel, out + m * kPanel, 1.f);
+  finish_rows(a, row, MB, panel, out, kPanel, nullptr);
 }
 
 template <class W>

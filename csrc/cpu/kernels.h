@@ -26,6 +26,8 @@ constexpr int64_t kStep = 32;
 constexpr int kStripPanels = 4;        // panels that stay in L2 while all rows of x pass over them
 constexpr int64_t kNever = INT64_MAX;  // of a number of rows
 constexpr int kUnit = 4;  // columns of a row of x that stay together; a tier may have its own (kUnit in isa/)
+constexpr int64_t kMixed = 64;    // columns that one Hadamard matrix mixes
+constexpr int64_t kMostRows = 8;  // no tier has a larger row_block
 
 enum class Dtype : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 enum class Granularity : int { kToken = 0, kGroup = 1, kNone = 2 };
@@ -41,14 +43,25 @@ struct Rows {
   int64_t group, groups;    // columns in a group, ceil(k / group)
   int64_t padded;           // group rounded up to kStep (to 1 for fp16 weights)
   const int32_t* perm;      // [k] or null: column j of the weight reads x[perm[j]]
-  const float* smooth;      // [k] or null: x is divided by it, before perm
+  const float* smooth;      // [k] or null: x is divided by it first
+  bool hadamard;            // then multiplied by blockdiag(H64) / 8; k is a multiple of 64. That is x'
   Granularity granularity;  //
   int8_t* codes;            // token, group: per block [groups * padded / kUnit, mb, kUnit]
   int32_t* sums;            // token, group: per block [groups, mb], sum of the codes of a group
   float* scales;            // token: [m]; group: per block [groups, mb]
   float* floats;            // none: per block [groups * padded, mb]
-  float* scratch;           // [groups * padded] of the calling thread
+  float* scratch;           // [scratch_floats] of the calling thread
+
+  // The low rank sees x', before perm and rounding: hidden = downᵀ x'. Panels of 16 columns of `down`, of one
+  // weight or of several that share these rows.
+  const uint8_t* const* down;  // [down_panels] of [k rounded up to 4, 16] float16, or float32 where wide_down
+  int64_t down_panels;         // 0: none
+  bool wide_down;              //
+  float* hidden;               // [m, down_panels * 16]
 };
+constexpr int64_t scratch_floats(const Rows& r) {
+  return r.groups * r.padded + kMostRows * round_up(r.k, kPanel);
+}
 
 struct LinearArgs {
   const Rows* rows;       // after quantize_rows
@@ -58,6 +71,12 @@ struct LinearArgs {
   bool wide_scales;       // float32 scales in the stream
   const float* bias;      // [n] or null
   void* y;                // [m, n] of rows->dtype
+
+  // y += up · hidden, before y is rounded.
+  const uint8_t* up;  // [panels, rank, 16] float16, or float32 where wide_up; null: no low rank
+  int64_t rank;       // rounded up to 4, with zeros
+  bool wide_up;
+  const float* hidden;  // [m, rows->down_panels * 16], from the first column of this weight on
 };
 
 enum Needs : unsigned {

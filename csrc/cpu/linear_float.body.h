@@ -48,8 +48,8 @@ __attribute__((noinline)) static void float_tile(const LinearArgs& a, int64_t fi
           store(t, W::kScaled ? fma(part[m][p][v], tail[p].scale[v], load(t)) : part[m][p][v]);
         }
   }
-  for (int m = 0; m < MB; ++m)
-    for (int p = 0; p < P; ++p) finish_row(a, first_row + m, panel + p, total[m] + p * kPanel, 1.f);
+  for (int p = 0; p < P; ++p)
+    finish_rows(a, first_row, MB, panel + p, total[0] + p * kPanel, P * kPanel, nullptr);
 }
 
 template <class W, int MB>
@@ -133,8 +133,7 @@ static void float_many(const LinearArgs& a, int64_t first, int64_t rows, int64_t
         }
   }
   float* done = W::kScaled ? total : part;
-  for (int64_t m = 0; m < rows; ++m)
-    for (int p = 0; p < P; ++p) finish_row(a, first + m, panel + p, done + m * kRow + p * kPanel, 1.f);
+  for (int p = 0; p < P; ++p) finish_rows(a, first, rows, panel + p, done + p * kPanel, kRow, nullptr);
 }
 
 template <class W>

@@ -64,9 +64,9 @@ __attribute__((noinline)) static void int_tile(const LinearArgs& a, int64_t firs
     }
   }
 
-  for (int m = 0; m < MB; ++m)
-    for (int p = 0; p < P; ++p)
-      finish_row(a, first_row + m, panel + p, total[m] + p * kPanel, kPerGroup ? 1.f : x_scale[m]);
+  for (int p = 0; p < P; ++p)
+    finish_rows(a, first_row, MB, panel + p, total[0] + p * kPanel, P * kPanel,
+                kPerGroup ? nullptr : x_scale);
 }
 
 // One block of rows against panels [begin, end), widest tile that fits the registers first.
@@ -185,10 +185,8 @@ static void int_many(const LinearArgs& a, int64_t first, int64_t rows, int64_t p
       }
     }
   }
-  for (int64_t m = 0; m < rows; ++m)
-    for (int p = 0; p < P; ++p)
-      finish_row(a, first + m, panel + p, total + m * kRow + p * kPanel,
-                 kPerGroup ? 1.f : r.scales[first + m]);
+  for (int p = 0; p < P; ++p)
+    finish_rows(a, first, rows, panel + p, total + p * kPanel, kRow, kPerGroup ? nullptr : r.scales + first);
 }
 
 template <class W, class B, bool kPerGroup>

@@ -111,11 +111,11 @@ static __attribute__((noinline)) void int_block(const LinearArgs& a, const uint8
     else
       int_tile<T, kPerGroup, false>(a, w, tail, x, first_row, part, small, columns);
   }
+  const float* x_scale = kPerGroup ? nullptr : r.scales + first_row;
+  if (a.up) return finish_with_branch(a, first_row, T::kM, panel, out, kPanel, x_scale);
 #pragma GCC unroll 1
-  for (int m = 0; m < T::kM; ++m) {
-    float* row = out + m * kPanel;
-    finish_row(a, first_row + m, panel, row, kPerGroup ? 1.f : r.scales[first_row + m]);
-  }
+  for (int m = 0; m < T::kM; ++m)
+    finish_row(a, first_row + m, panel, out + m * kPanel, kPerGroup ? 1.f : x_scale[m], nullptr);
 }
 
 struct Scratch {  // bytes of the calling thread, on a cache line

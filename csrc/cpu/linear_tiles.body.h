@@ -196,9 +196,9 @@ struct Span {  // rows [begin, end) against P panels
         }
     }
     if (waiting.slots) add_item(waiting, 0, 2);
-    for (int64_t m = begin; m < end; ++m)
-      for (int p = 0; p < P; ++p)
-        finish_row(a, m, panel + p, s.total[m - begin] + p * kPanel, kPerGroup ? 1.f : r.scales[m]);
+    for (int p = 0; p < P; ++p)
+      finish_rows(a, begin, end - begin, panel + p, s.total[0] + p * kPanel, 2 * kPanel,
+                  kPerGroup ? nullptr : r.scales + begin);
   }
 };
 

@@ -1,5 +1,6 @@
-// Codes -> float weights, for what the integer kernels do not take (zero points, odd groups, float activations): cuBLAS
-// multiplies. w[n,k] = scales[n,g] (codes[n,k] - zeros[n,g]), one rounding. A thread makes 8 columns of a row.
+// Codes -> float weights, for what the integer kernels do not take (zero points, odd groups, float
+// activations): cuBLAS multiplies. w[n,k] = scales[n,g] (codes[n,k] - zeros[n,g]), one rounding. A thread
+// makes 8 columns of a row.
 #include "dequantize.h"
 #include "launch.cuh"
 #include "tile.cuh"

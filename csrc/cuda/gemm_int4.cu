@@ -1,15 +1,17 @@
-// Four-bit weights times four-bit activations on INT4 tensor cores (sm_80, sm_86, sm_89): groups of 64 columns on both
-// sides, each one matrix instruction (m16n8k64). Hopper and newer have no such instruction; there it is emulated, exact
-// and slow, for tests.
+// Four-bit weights times four-bit activations on INT4 tensor cores (sm_80, sm_86, sm_89): groups of 64
+// columns on both sides, each one matrix instruction (m16n8k64). Hopper and newer have no such instruction;
+// there it is emulated, exact and slow, for tests.
 //
 //   y[m,n] = sum_g sa[g,m] sw[g,n] (a_m . w_n over group g) + sx[m] (up . low) + bias
 //
-// A CTA is 128 channels x `kTokens` rows, 8 warps: 4 along the channels, 2 along the rows. A block is 256 columns: rows
-// of 128 B on both sides as the checkpoint has them (element 2j in the low nibble), 16-byte chunk c of row r at
-// c ^ (r & 7), and four groups of scales. Three stages (cp.async), one barrier for the four groups of a block.
+// A CTA is 128 channels x `kTokens` rows, 8 warps: 4 along the channels, 2 along the rows. A block is 256
+// columns: rows of 128 B on both sides as the checkpoint has them (element 2j in the low nibble), 16-byte
+// chunk c of row r at c ^ (r & 7), and four groups of scales. Three stages (cp.async), one barrier for the
+// four groups of a block.
 //
-// The accumulator starts at 0x4B400000, whose bits read as the float 12582912 + sum, |sum| <= 4096: one subtraction makes
-// the float, exactly, where a conversion would take four times as long on sm_86. All that follows is float32.
+// The accumulator starts at 0x4B400000, whose bits read as the float 12582912 + sum, |sum| <= 4096: one
+// subtraction makes the float, exactly, where a conversion would take four times as long on sm_86. All that
+// follows is float32.
 #include "launch.cuh"
 #include "tile.cuh"
 
@@ -55,7 +57,8 @@ template <int rows>
 LOWBIT_DEVICE void load_rows(uint32_t to, const uint8_t* codes, int stride, int block, int first, int most) {
   for (int i = threadIdx.x; i < rows * 8; i += kThreads) {
     const int row = i / 8, c = i % 8;
-    copy16(to + row * 128 + ((c ^ (row & 7)) * 16), codes + (size_t)min(first + row, most - 1) * stride + block * 128 + c * 16);
+    copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
+           codes + (size_t)min(first + row, most - 1) * stride + block * 128 + c * 16);
   }
 }
 // Scales of four groups: [groups][width], `count` of them from `first`; the width is a multiple of 128.
@@ -84,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
   const uint32_t smem = ptx::shared(raw_int4);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int first_channel = (warp & 3) * 32, first_token = (warp >> 2) * (kTokens / 2);
-  const int tiles_n = a.np / kChannels, n0 = blockIdx.x % tiles_n * kChannels, m0 = blockIdx.x / tiles_n * kTokens;
+  const int tiles_n = a.np / kChannels, n0 = blockIdx.x % tiles_n * kChannels,
+            m0 = blockIdx.x / tiles_n * kTokens;
   const int blocks = a.kp / kBlock;
   ptx::let_next_grid_start();
   ptx::previous_grid();
@@ -126,14 +130,16 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
         const uint4 b = ldmatrix4(x + row * 128 + ((chunk ^ (row & 7)) * 16));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float2 sa = ptx::lds_float2(x + B::sa_at + ((2 * pair + h) * kTokens + first_token + 8 * j + 2 * t) * 4);
+          const float2 sa =
+              ptx::lds_float2(x + B::sa_at + ((2 * pair + h) * kTokens + first_token + 8 * j + 2 * t) * 4);
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             int c[4];
             mma_s4(c, wa[h][i], h ? b.z : b.x, h ? b.w : b.y);
 #pragma unroll
             for (int q = 0; q < 4; q++)
-              acc[i][j][q] = fmaf(__int_as_float(c[q]) - 12582912.f, sw[h][i][q >> 1] * (q & 1 ? sa.y : sa.x), acc[i][j][q]);
+              acc[i][j][q] = fmaf(__int_as_float(c[q]) - 12582912.f, sw[h][i][q >> 1] * (q & 1 ? sa.y : sa.x),
+                                  acc[i][j][q]);
           }
         }
       }
@@ -154,7 +160,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
       if (eight >= eights) continue;
       float f[4] = {0.f, 0.f, 0.f, 0.f};
       for (int c = 0; c < chunks; c++) {
-        const uint4 up = __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
+        const uint4 up =
+            __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
         const uint2 low = static_cast<const uint2*>(a.low)[((size_t)c * eights + eight) * 32 + lane];
         ptx::mma_f16(f, up, low.x, low.y);
       }

@@ -1,9 +1,10 @@
-// The linear layer on every chip from sm_80 on, also on those newer than Hopper: the tiles of tile.cuh with warp-wide
-// int8 matrix instructions (m16n8k32).
+// The linear layer on every chip from sm_80 on, also on those newer than Hopper: the tiles of tile.cuh with
+// warp-wide int8 matrix instructions (m16n8k32).
 //
-// A CTA is 128 channels x `kTokens` rows of x, 8 warps: 4 along the channels (32 each), 2 along the rows. Blocks of 128
-// columns come through three stages of shared memory (cp.async); a block of x is [rows][128 B], 16-byte chunk c of row r
-// at c ^ (r & 7). Load -> unpack -> multiply -> low rank -> scale -> through shared memory -> store.
+// A CTA is 128 channels x `kTokens` rows of x, 8 warps: 4 along the channels (32 each), 2 along the rows.
+// Blocks of 128 columns come through three stages of shared memory (cp.async); a block of x is [rows][128 B],
+// 16-byte chunk c of row r at c ^ (r & 7). Load -> unpack -> multiply -> low rank -> scale -> through shared
+// memory -> store.
 #include "launch.cuh"
 #include "tile.cuh"
 
@@ -12,7 +13,8 @@ namespace lowbit::cuda {
 constexpr int kChannels = 128, kStages = 3, kThreads = 256;
 
 LOWBIT_DEVICE void copy16(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
 }
 LOWBIT_DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -42,13 +44,15 @@ __device__ __forceinline__ void load_block(const LinearArgs& a, uint32_t to, int
 #pragma unroll
   for (int i = threadIdx.x; i < kTokens * 8; i += kThreads) {
     const int row = i / 8, c = i % 8, m = m0 + row;
-    copy16(to + row * 128 + ((c ^ (row & 7)) * 16), a.codes + (size_t)min(m, a.m - 1) * a.kp + block * 128 + c * 16, m < a.m);
+    copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
+           a.codes + (size_t)min(m, a.m - 1) * a.kp + block * 128 + c * 16, m < a.m);
   }
   const int blocks = a.kp / 128;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const bool there = n_tile + h < a.np / 64;
-    const uint8_t* from = a.weight + ((size_t)(there ? n_tile + h : n_tile) * blocks + block) * tile_bytes(mode);
+    const uint8_t* from =
+        a.weight + ((size_t)(there ? n_tile + h : n_tile) * blocks + block) * tile_bytes(mode);
     for (int i = threadIdx.x; i < tile_bytes(mode) / 16; i += kThreads)
       copy16(to + B::x_bytes + h * tile_bytes(mode) + i * 16, from + i * 16, there);
   }
@@ -56,7 +60,8 @@ __device__ __forceinline__ void load_block(const LinearArgs& a, uint32_t to, int
 
 // The A operands of both k32 steps of a half (64 columns), 16 channels.
 template <Mode mode>
-__device__ __forceinline__ void operands(uint32_t tile, int w4, int half, int lane, uint32_t (&a0)[4], uint32_t (&a1)[4]) {
+__device__ __forceinline__ void operands(uint32_t tile, int w4, int half, int lane, uint32_t (&a0)[4],
+                                         uint32_t (&a1)[4]) {
   if constexpr (mode == kW8) {
     const int row = 16 * w4 + (lane & 15), chunk = 4 * half + (lane >> 4);
     const uint4 u = ldmatrix4(tile + row * 128 + ((chunk ^ (row & 7)) * 16));
@@ -95,7 +100,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
     const int next = block + kStages - 1;
     if (next < blocks) load_block<mode, kTokens>(a, smem + next % kStages * B::stage, next, n0 / 64, m0);
     commit();
-    const uint32_t x = smem + block % kStages * B::stage, tile = x + B::x_bytes + (cw >> 1) * tile_bytes(mode);
+    const uint32_t x = smem + block % kStages * B::stage,
+                   tile = x + B::x_bytes + (cw >> 1) * tile_bytes(mode);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       uint32_t a0[2][4], a1[2][4];
@@ -104,7 +110,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
       for (int i = 0; i < 2; i++) {
         const int w4 = 2 * (cw & 1) + i;
         operands<mode>(tile, w4, h, lane, a0[i], a1[i]);
-        if constexpr (mode == kW4Group) s[i] = half2_float2(ptx::lds32(tile + kCodeBytes + (w4 * 8 + g) * 8 + 4 * h));
+        if constexpr (mode == kW4Group)
+          s[i] = half2_float2(ptx::lds32(tile + kCodeBytes + (w4 * 8 + g) * 8 + 4 * h));
       }
 #pragma unroll
       for (int j = 0; j < B::eights; j++) {
@@ -117,7 +124,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
             ptx::mma_s8(c, a0[i], b.x, b.y);
             ptx::mma_s8(c, a1[i], b.z, b.w);
 #pragma unroll
-            for (int q = 0; q < 4; q++) acc[i][j][q] = fmaf(q < 2 ? s[i].x : s[i].y, (float)c[q], acc[i][j][q]);
+            for (int q = 0; q < 4; q++)
+              acc[i][j][q] = fmaf(q < 2 ? s[i].x : s[i].y, (float)c[q], acc[i][j][q]);
           } else {
             ptx::mma_s8(acc[i][j], a0[i], b.x, b.y);
             ptx::mma_s8(acc[i][j], a1[i], b.z, b.w);
@@ -145,7 +153,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
       for (int q = 0; q < 4; q++) f[q] = (float)acc[i][j][q] * (q < 2 ? channel.x : channel.y);
       if (eight >= eights) continue;
       for (int c = 0; c < chunks; c++) {
-        const uint4 up = __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
+        const uint4 up =
+            __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
         const uint2 low = static_cast<const uint2*>(a.low)[((size_t)c * eights + eight) * 32 + lane];
         ptx::mma_f16(f, up, low.x, low.y);
       }
@@ -153,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
       for (int q = 0; q < 4; q++) {
         const int at = token + 2 * t + (q & 1), m = m0 + at;
         const float sx = m < a.m ? a.scales[m] : 0.f;
-        out[at * B::out_stride + 32 * cw + 16 * i + g + 8 * (q >> 1)] = fmaf(f[q], sx, q < 2 ? bias.x : bias.y);
+        out[at * B::out_stride + 32 * cw + 16 * i + g + 8 * (q >> 1)] =
+            fmaf(f[q], sx, q < 2 ? bias.x : bias.y);
       }
     }
   }

@@ -25,8 +25,8 @@ static bool fits(const Row& row, const LinearArgs& a) {
   return a.np % (64 * row.tile.warpgroups) == 0 && all % row.tile.split == 0 && blocks % 2 == 0;
 }
 
-// Cycles of a launch, from what bounds a tile: 4096 products a cycle, 45 bytes a cycle into a multiprocessor, the part
-// that does not overlap. Fitted to the measured rows; it tells good rows from bad ones.
+// Cycles of a launch, from what bounds a tile: 4096 products a cycle, 45 bytes a cycle into a multiprocessor,
+// the part that does not overlap. Fitted to the measured rows; it tells good rows from bad ones.
 static double cycles(const Row& row, const LinearArgs& a, const Device& device) {
   const TileRow& t = row.tile;
   const int blocks = a.kp / 128 / t.split;
@@ -41,23 +41,24 @@ static double cycles(const Row& row, const LinearArgs& a, const Device& device) 
   return 1500 + waves * loop + (t.persistent ? end : waves * end);
 }
 
-// Measured on an H200: shapes of the fused linears of a Qwen3 layer of 1024, up to `most` rows. The model decides for
-// every other shape.
+// Measured on an H200: shapes of the fused linears of a Qwen3 layer of 1024, up to `most` rows. The model
+// decides for every other shape.
 struct Measured {
   int modes;  // a bit each
   int n, k, most, row;
 };
-constexpr int kW8Bit = 1 << kW8, kChannelBit = 1 << kW4Channel, kTwoBit = 1 << kW4TwoLevel, kGroupBit = 1 << kW4Group;
+constexpr int kW8Bit = 1 << kW8, kChannelBit = 1 << kW4Channel, kTwoBit = 1 << kW4TwoLevel,
+              kGroupBit = 1 << kW4Group;
 constexpr int kDense = kW8Bit | kChannelBit | kTwoBit, kShort = kW8Bit | kChannelBit;
 static const Measured kMeasured[] = {
-    {kDense, 4096, 1024, 256, 3},  {kDense, 4096, 1024, 704, 7},   {kDense, 4096, 1024, 2048, 10},
-    {kDense, 1024, 2048, 256, 2},  {kShort, 1024, 2048, 720, 3},   {kTwoBit, 1024, 2048, 720, 5},
-    {kDense, 1024, 2048, 2048, 9}, {kDense, 6144, 1024, 256, 4},   {kDense, 6144, 1024, 704, 8},
-    {kDense, 6144, 1024, 2048, 10}, {kDense, 1024, 3072, 256, 2},  {kShort, 1024, 3072, 720, 3},
-    {kTwoBit, 1024, 3072, 720, 5}, {kDense, 1024, 3072, 2048, 9},  {kGroupBit, 4096, 1024, 256, 3},
+    {kDense, 4096, 1024, 256, 3},     {kDense, 4096, 1024, 704, 7},    {kDense, 4096, 1024, 2048, 10},
+    {kDense, 1024, 2048, 256, 2},     {kShort, 1024, 2048, 720, 3},    {kTwoBit, 1024, 2048, 720, 5},
+    {kDense, 1024, 2048, 2048, 9},    {kDense, 6144, 1024, 256, 4},    {kDense, 6144, 1024, 704, 8},
+    {kDense, 6144, 1024, 2048, 10},   {kDense, 1024, 3072, 256, 2},    {kShort, 1024, 3072, 720, 3},
+    {kTwoBit, 1024, 3072, 720, 5},    {kDense, 1024, 3072, 2048, 9},   {kGroupBit, 4096, 1024, 256, 3},
     {kGroupBit, 4096, 1024, 2048, 6}, {kGroupBit, 1024, 2048, 256, 1}, {kGroupBit, 1024, 2048, 900, 3},
     {kGroupBit, 1024, 2048, 2048, 4}, {kGroupBit, 6144, 1024, 256, 2}, {kGroupBit, 6144, 1024, 2048, 6},
-    {kGroupBit, 1024, 3072, 256, 1}, {kGroupBit, 1024, 3072, 900, 3}, {kGroupBit, 1024, 3072, 2048, 4},
+    {kGroupBit, 1024, 3072, 256, 1},  {kGroupBit, 1024, 3072, 900, 3}, {kGroupBit, 1024, 3072, 2048, 4},
 };
 
 static int choose(const Rows& r, const LinearArgs& a, const Device& device) {

@@ -1,6 +1,6 @@
 #include "gemm_sm90_rows.cuh"
-// Scaling takes as many cycles as the product and overlaps only between warpgroups: two small CTAs a multiprocessor, or
-// as many warpgroups as fit.
+// Scaling takes as many cycles as the product and overlaps only between warpgroups: two small CTAs a
+// multiprocessor, or as many warpgroups as fit.
 namespace lowbit::cuda {
 const Row kRowsW4Group[] = {
     row<kW4Group, Tile{.warpgroups = 1, .tokens = 16, .stages = 6}>(),

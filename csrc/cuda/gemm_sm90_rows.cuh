@@ -23,9 +23,21 @@ const char* launch_row(const LinearArgs& in, const Device& device, Stream stream
     y = x;
   else if (const char* wrong = tensor_map(&y, in.y, 2, in.n, in.m, 64, C::own))
     return wrong;
-  GemmArgs a{in.weight, in.channel, in.scales, in.bias, static_cast<const uint8_t*>(in.low),
-             static_cast<const uint8_t*>(in.up), in.y, in.m, in.n, in.np, in.kp, in.rank / 16, in.dtype};
-  const int tiles = in.np / C::channels * ((in.m + C::tokens - 1) / C::tokens), slots = device.multiprocessors * C::ctas;
+  GemmArgs a{in.weight,
+             in.channel,
+             in.scales,
+             in.bias,
+             static_cast<const uint8_t*>(in.low),
+             static_cast<const uint8_t*>(in.up),
+             in.y,
+             in.m,
+             in.n,
+             in.np,
+             in.kp,
+             in.rank / 16,
+             in.dtype};
+  const int tiles = in.np / C::channels * ((in.m + C::tokens - 1) / C::tokens),
+            slots = device.multiprocessors * C::ctas;
   const int waves = (tiles + slots - 1) / slots;
   const int grid = C::persistent ? (tiles + waves - 1) / waves : tiles * C::split;
   void* args[] = {&x, &y, &a};

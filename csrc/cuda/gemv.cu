@@ -1,8 +1,9 @@
 // Up to 16 rows of x: 4-bit weights streamed once at the memory's rate, on every chip from sm_80 on.
 //
-// A group is 16 channels x all columns; 8 warps split its blocks of 128 columns. A warp has two batches of `kBlocks` blocks
-// in flight (32 B of codes a lane and block), of the next group if need be; the first are asked for before the previous
-// grid has ended. mma.m16n8k32; the warps' sums meet in shared memory in one order.
+// A group is 16 channels x all columns; 8 warps split its blocks of 128 columns. A warp has two batches of
+// `kBlocks` blocks in flight (32 B of codes a lane and block), of the next group if need be; the first are
+// asked for before the previous grid has ended. mma.m16n8k32; the warps' sums meet in shared memory in one
+// order.
 #include "launch.cuh"
 #include "tile.cuh"
 
@@ -73,7 +74,8 @@ struct Gemv {
         for (int e = 0; e < kEights; e++) {
           uint4 x = make_uint4(0, 0, 0, 0);
           if (g + 8 * e < a.m)  // no __ldg: it may rise above the wait for the grid that writes the codes
-            x = *reinterpret_cast<const uint4*>(a.codes + (size_t)(g + 8 * e) * a.kp + (first + i) * 128 + h * 64 + t * 16);
+            x = *reinterpret_cast<const uint4*>(a.codes + (size_t)(g + 8 * e) * a.kp + (first + i) * 128 +
+                                                h * 64 + t * 16);
           if constexpr (mode == kW4Group) {
             const float2 s = half2_float2(h ? b.scales[i].y : b.scales[i].x);
             int c[4] = {0, 0, 0, 0};
@@ -147,7 +149,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv(const LinearArgs a) {
       for (int q = 0; q < 4; q++) {
         const int m = token + (q & 1), n = group * 16 + v.g + 8 * (q >> 1);
         if (m < a.m && n < a.n)
-          store_one(a.y, (size_t)m * a.n + n, fmaf(f[q], sx[q & 1], q < 2 ? tail.bias.x : tail.bias.y), a.dtype);
+          store_one(a.y, (size_t)m * a.n + n, fmaf(f[q], sx[q & 1], q < 2 ? tail.bias.x : tail.bias.y),
+                    a.dtype);
       }
     }
     turn ^= 1;  // one barrier a group is enough: these sums are read before the next but one are written

@@ -34,8 +34,8 @@ struct QuantizeArgs {
   int m, k, kp;         // kp: k rounded up to 256, the columns beyond k become 0
   int rank;             // multiple of 16
   bool hadamard, silu;  //
-  // Four bits (INT4 tensor cores): codes uint8 [m, kp / 2], element 2j low; a scale per 64 columns, group_scales
-  // [kp / 64, mp] with mp = m rounded up to 128; scales stay the unit of low.
+  // Four bits (INT4 tensor cores): codes uint8 [m, kp / 2], element 2j low; a scale per 64 columns,
+  // group_scales [kp / 64, mp] with mp = m rounded up to 128; scales stay the unit of low.
   bool four;
   float clip;           // of amax, before the 4-bit scale is taken
   float* group_scales;  //
@@ -66,25 +66,27 @@ struct Device {
   int shared;      // bytes that a CTA can have
 };
 
-// y [m, n] = sum over groups of 64 columns of group_scales * weight_scales * (codes . weight) + scales * (up . low) + bias
+// y [m, n] = sum over groups of 64 columns of group_scales * weight_scales * (codes . weight) + scales * (up
+// . low) + bias
 struct Int4Args {
-  const uint8_t* codes;         // [m, kp / 2]
-  const float* group_scales;    // [kp / 64, mp]
-  const float* scales;          // [m]
-  const void* low;              //
-  const uint8_t* weight;        // [np, kp / 2], two's complement, element 2j low; np: n rounded up to 128
-  const float* weight_scales;   // [kp / 64, np]
-  const float* bias;            // [np] or null
-  const void* up;               // [rank / 16][np / 16][32 lanes][16 B]
-  void* y;                      // [m, n]
-  int m, n, np, kp, mp, rank;   //
-  Dtype dtype;                  //
+  const uint8_t* codes;        // [m, kp / 2]
+  const float* group_scales;   // [kp / 64, mp]
+  const float* scales;         // [m]
+  const void* low;             //
+  const uint8_t* weight;       // [np, kp / 2], two's complement, element 2j low; np: n rounded up to 128
+  const float* weight_scales;  // [kp / 64, np]
+  const float* bias;           // [np] or null
+  const void* up;              // [rank / 16][np / 16][32 lanes][16 B]
+  void* y;                     // [m, n]
+  int m, n, np, kp, mp, rank;  //
+  Dtype dtype;                 //
 };
 
-// Rows of queries, keys and values [m, (heads + 2 kv_heads) * 128]: norm (or none) and rotation of queries and keys.
+// Rows of queries, keys and values [m, (heads + 2 kv_heads) * 128]: norm (or none) and rotation of queries
+// and keys.
 struct RopeArgs {
   void* qkv;
-  const float *q_norm, *k_norm;    // [128] or null
+  const float *q_norm, *k_norm;  // [128] or null
   const float *cosines, *sines;  // [m, 64]
   int m, heads, kv_heads;
   float eps;
@@ -102,11 +104,12 @@ struct TileRow {
 // Each returns null, or what went wrong (a string that lives on).
 const char* launch_quantize(const QuantizeArgs&, const Device&, Stream);
 const char* launch_gemm_sm90(const LinearArgs&, int row, const Device&, Stream);  // row -1: by the table
-const char* launch_gemm_mma(const LinearArgs&, const Device&, Stream);  // any chip
+const char* launch_gemm_mma(const LinearArgs&, const Device&, Stream);            // any chip
 const char* launch_gemv(const LinearArgs&, const Device&, Stream);
 const char* launch_gemm_int4(const Int4Args&, const Device&, Stream);
 const char* launch_norm_rope(const RopeArgs&, const Device&, Stream);
-const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype, const Device&, Stream);
+const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype, const Device&,
+                               Stream);
 const char* query_device(int index, Device*);  // cached, one entry a device
 
 }  // namespace lowbit::cuda

@@ -12,8 +12,8 @@ static const char* encoder(Encode* out) {
   }();
   *out = found;
   return error != cudaSuccess ? cudaGetErrorString(error)
-         : found             ? nullptr
-                             : "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)";
+         : found              ? nullptr
+                              : "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)";
 }
 
 const char* tensor_map(CUtensorMap* map, const void* base, int element_bytes, uint64_t inner, uint64_t outer,
@@ -22,11 +22,12 @@ const char* tensor_map(CUtensorMap* map, const void* base, int element_bytes, ui
   if (const char* wrong = encoder(&encode)) return wrong;
   const cuuint64_t size[2] = {inner, outer}, stride[1] = {inner * element_bytes};
   const cuuint32_t box[2] = {box_inner, box_outer}, step[2] = {1, 1};
-  const CUresult result = encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
-                                 const_cast<void*>(base), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? nullptr : "a tensor map was refused (alignment of x or y: accepted are 16 bytes)";
+  const CUresult result = encode(
+      map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
+      const_cast<void*>(base), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? nullptr
+                                : "a tensor map was refused (alignment of x or y: accepted are 16 bytes)";
 }
 
 const char* allow_shared(const void* kernel, int bytes, const Device& device, bool (&allowed)[kMostDevices]) {
@@ -60,7 +61,8 @@ const char* start(const void* kernel, int grid, int threads, int shared, int clu
 }
 
 const char* query_device(int index, Device* out) {
-  static Device known[kMostDevices];  // multiprocessors 0: not asked yet; two threads may ask at once and store the same
+  static Device known[kMostDevices];  // multiprocessors 0: not asked yet; two threads may ask at once and
+                                      // store the same
   if (index < 0 || index >= kMostDevices) return "device index out of range";
   if (!known[index].multiprocessors) {
     int sms = 0, major = 0, minor = 0, shared = 0;

@@ -1,6 +1,6 @@
-// The attention path beside the linears: RMS norm and rotary embedding of queries and keys, in place in the packed rows
-// of the fused projection, and the inverse RMS of rows alone. A warp a head (128 columns) or a row; float32 inside, one
-// rounding at the end.
+// The attention path beside the linears: RMS norm and rotary embedding of queries and keys, in place in the
+// packed rows of the fused projection, and the inverse RMS of rows alone. A warp a head (128 columns) or a
+// row; float32 inside, one rounding at the end.
 #include "launch.cuh"
 #include "tile.cuh"
 
@@ -33,11 +33,13 @@ __global__ void __launch_bounds__(kRopeWarps * 32) norm_rope(const RopeArgs a) {
   const bool query = head < a.heads;
   const float* weight = query ? a.q_norm : a.k_norm;
   float2 w0 = {1.f, 1.f}, w1 = {1.f, 1.f};
-  if (weight) w0 = load2(weight, 2 * lane, Dtype::kFloat32), w1 = load2(weight, 64 + 2 * lane, Dtype::kFloat32);
+  if (weight)
+    w0 = load2(weight, 2 * lane, Dtype::kFloat32), w1 = load2(weight, 64 + 2 * lane, Dtype::kFloat32);
   ptx::previous_grid();
   ptx::let_next_grid_start();
   if (m >= a.m) return;
-  const size_t at = (size_t)m * (a.heads + 2 * a.kv_heads) * kHead + head * kHead + 2 * lane;  // queries, keys, values
+  const size_t at =
+      (size_t)m * (a.heads + 2 * a.kv_heads) * kHead + head * kHead + 2 * lane;  // queries, keys, values
   float2 x0 = load2(a.qkv, at, a.dtype), x1 = load2(a.qkv, at + 64, a.dtype);
   if (weight) {
     const float s = warp_sum(x0.x * x0.x + x0.y * x0.y + x1.x * x1.x + x1.y * x1.y);
@@ -50,7 +52,8 @@ __global__ void __launch_bounds__(kRopeWarps * 32) norm_rope(const RopeArgs a) {
   store2(a.qkv, at + 64, {fmaf(x0.x, s.x, x1.x * c.x), fmaf(x0.y, s.y, x1.y * c.y)}, a.dtype);
 }
 
-__global__ void __launch_bounds__(kRopeWarps * 32) inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype dtype) {
+__global__ void __launch_bounds__(kRopeWarps * 32)
+    inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype dtype) {
   const int lane = threadIdx.x & 31, row = blockIdx.x * kRopeWarps + (threadIdx.x >> 5);
   ptx::previous_grid();
   ptx::let_next_grid_start();
@@ -68,13 +71,14 @@ const char* launch_norm_rope(const RopeArgs& a, const Device& d, Stream stream) 
   RopeArgs copy = a;
   void* args[] = {&copy};
   const int items = a.m * (a.heads + a.kv_heads);
-  return start(reinterpret_cast<const void*>(norm_rope), (items + kRopeWarps - 1) / kRopeWarps, kRopeWarps * 32, 0, 1, d, stream,
-               args);
+  return start(reinterpret_cast<const void*>(norm_rope), (items + kRopeWarps - 1) / kRopeWarps,
+               kRopeWarps * 32, 0, 1, d, stream, args);
 }
-const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype dtype, const Device& d, Stream stream) {
+const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype dtype,
+                               const Device& d, Stream stream) {
   void* args[] = {&x, &out, &m, &k, &eps, &dtype};
-  return start(reinterpret_cast<const void*>(inverse_rms), (m + kRopeWarps - 1) / kRopeWarps, kRopeWarps * 32, 0, 1, d, stream,
-               args);
+  return start(reinterpret_cast<const void*>(inverse_rms), (m + kRopeWarps - 1) / kRopeWarps, kRopeWarps * 32,
+               0, 1, d, stream, args);
 }
 
 }  // namespace lowbit::cuda

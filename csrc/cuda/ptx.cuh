@@ -20,35 +20,39 @@ LOWBIT_DEVICE void expect(uint32_t b, uint32_t bytes) {
 LOWBIT_DEVICE void arrive(uint32_t b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
 }
-// Plain try_wait: the data come through the async proxy and complete_tx orders them. With .acquire.cluster a wait costs
-// 0.4 us on an H200.
+// Plain try_wait: the data come through the async proxy and complete_tx orders them. With .acquire.cluster a
+// wait costs 0.4 us on an H200.
 LOWBIT_DEVICE void wait(uint32_t b, int parity) {
   asm volatile(
-      "{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(b),
+      "{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra "
+      "L;\nD:\n}" ::"r"(b),
       "r"(parity)
       : "memory");
 }
 LOWBIT_DEVICE void load_2d(uint32_t to, const CUtensorMap* map, int x, int y, uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(bar)
       : "memory");
 }
 LOWBIT_DEVICE void load_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(bar)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(bar)
+      : "memory");
 }
 LOWBIT_DEVICE void store_2d(const CUtensorMap* map, uint32_t from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x),
-               "r"(y), "r"(from)
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+               "r"(x), "r"(y), "r"(from)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 LOWBIT_DEVICE void store_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 LOWBIT_DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-LOWBIT_DEVICE void prefetch(const CUtensorMap* m) { asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory"); }
+LOWBIT_DEVICE void prefetch(const CUtensorMap* m) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
+}
 
 LOWBIT_DEVICE void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 LOWBIT_DEVICE void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -61,7 +65,9 @@ LOWBIT_DEVICE void touch(T (&d)[N]) {  // keeps reads of the registers behind th
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
-LOWBIT_DEVICE void named_barrier(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+LOWBIT_DEVICE void named_barrier(int id, int n) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
 LOWBIT_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 LOWBIT_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 template <int N>
@@ -87,7 +93,10 @@ LOWBIT_DEVICE void let_next_grid_start() {
 
 LOWBIT_DEVICE uint4 lds128(uint32_t a) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(a)
+               : "memory");
   return v;
 }
 LOWBIT_DEVICE uint2 lds64(uint32_t a) {
@@ -105,7 +114,9 @@ LOWBIT_DEVICE float2 lds_float2(uint32_t a) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
   return v;
 }
-LOWBIT_DEVICE void sts_float(uint32_t a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
+LOWBIT_DEVICE void sts_float(uint32_t a, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
+}
 LOWBIT_DEVICE uint32_t in_cta(uint32_t a, uint32_t cta) {
   uint32_t r;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(cta));
@@ -113,21 +124,25 @@ LOWBIT_DEVICE uint32_t in_cta(uint32_t a, uint32_t cta) {
 }
 // 16 bytes into another CTA's shared memory; its mbarrier counts them.
 LOWBIT_DEVICE void send(uint32_t a, uint32_t bar, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];" ::"r"(a),
-               "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];" ::"r"(a),
+      "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 LOWBIT_DEVICE void stmatrix4(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z),
-               "r"(w)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y),
+               "r"(z), "r"(w)
                : "memory");
 }
 LOWBIT_DEVICE void stmatrix2(uint32_t a, uint32_t x, uint32_t y) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y)
+               : "memory");
 }
-// Shared-memory operand of wgmma, K-major, rows of 128 B, 128B swizzle: 8-row groups are 1024 B apart; +32 B of K is +2.
+// Shared-memory operand of wgmma, K-major, rows of 128 B, 128B swizzle: 8-row groups are 1024 B apart; +32 B
+// of K is +2.
 LOWBIT_DEVICE uint64_t descriptor(uint32_t smem) {
-  return (uint64_t)((smem & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+  return (uint64_t)((smem & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
+         (uint64_t)1 << 62;
 }
 
 LOWBIT_DEVICE uint4 stream128(const void* p) {  // global memory that is read once
@@ -148,9 +163,9 @@ LOWBIT_DEVICE uint32_t stream32(const void* p) {
   return v;
 }
 
-// c += a b.  lane = 4g + t.  s8, k32: a0 (row g, k 4t..), a1 (g+8), a2 (g, k+16), a3; b0 (k 4t.., column g), b1 (k+16);
-// f16, k16: a0 (row g, k 2t..), a1 (g+8), a2 (g, k+8), a3; b0 (k 2t.., column g), b1 (k+8);
-// c0, c1 (row g, columns 2t, 2t+1), c2, c3 (row g+8).
+// c += a b.  lane = 4g + t.  s8, k32: a0 (row g, k 4t..), a1 (g+8), a2 (g, k+16), a3; b0 (k 4t.., column g),
+// b1 (k+16); f16, k16: a0 (row g, k 2t..), a1 (g+8), a2 (g, k+8), a3; b0 (k 2t.., column g), b1 (k+8); c0, c1
+// (row g, columns 2t, 2t+1), c2, c3 (row g+8).
 LOWBIT_DEVICE void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

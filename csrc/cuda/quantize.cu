@@ -1,183 +1,19 @@
 // Rows of x -> int8, with what stands before and beside it, in one read of x:
 //
-//   load (gate * silu, + residual) -> * norm weight -> / smooth -> Hadamard -> amax -> int8 codes, and fp16 of the same
-//   values before rounding to integers -> . down (matrix instructions) -> fixed-order sum -> low
+//   load (gate * silu, + residual) -> * norm weight -> / smooth -> Hadamard -> amax -> int8 codes, and fp16
+//   of the same values before rounding to integers -> . down (matrix instructions) -> fixed-order sum -> low
 //
 // The factor of an RMS norm changes no code: it only multiplies the row's scale, so its sum is off the path.
-// A CTA takes up to 8 rows. A row belongs to `kThreads` neighbouring threads, a thread has units of 16 columns: four
-// strides of the Hadamard are inside a thread, two between four lanes. Everything is asked for before anything is used:
-// down goes to shared memory meanwhile. Nothing depends on how many rows there are: sums run over units, and over eight
-// slices of the columns, in one order, so a row of a batch has the bits of that row alone.
-// Few rows, sm_90: a cluster of 8 CTAs a row, each with one slice of down; the first one writes.
+// A CTA takes up to 8 rows. A row belongs to `kThreads` neighbouring threads, a thread has units of 16
+// columns: four strides of the Hadamard are inside a thread, two between four lanes. Everything is asked for
+// before anything is used: down goes to shared memory meanwhile. Nothing depends on how many rows there are:
+// sums run over units, and over eight slices of the columns, in one order, so a row of a batch has the bits
+// of that row alone. Few rows, sm_90: a cluster of 8 CTAs a row, each with one slice of down; the first one
+// writes.
 #include "launch.cuh"
-#include "tile.cuh"
+#include "quantize_row.cuh"
 
 namespace lowbit::cuda {
-
-constexpr int kUnit = 16, kSlices = 8, kRows = 8;
-constexpr float kTiny = 0x1p-100f;  // a row below this is zero
-constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, whose low byte is the low byte of the bits
-
-struct Raw {  // 16 columns as they lie in memory; fp16 and bf16 use the first half
-  uint4 q[4];
-};
-LOWBIT_DEVICE void fetch(Raw& r, const void* x, size_t at, Dtype dtype) {
-  if (dtype == Dtype::kFloat32) {
-    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(x) + at);
-#pragma unroll
-    for (int i = 0; i < 4; i++) r.q[i] = p[i];
-  } else {
-    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + at);
-    r.q[0] = p[0], r.q[1] = p[1];
-  }
-}
-LOWBIT_DEVICE float2 widen(uint32_t w, bool bf16) {
-  return bf16 ? make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)) : half2_float2(w);
-}
-LOWBIT_DEVICE void to_floats(float (&v)[kUnit], const Raw& r, Dtype dtype) {
-  const uint32_t* w = reinterpret_cast<const uint32_t*>(r.q);
-  if (dtype == Dtype::kFloat32) {
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) v[i] = __uint_as_float(w[i]);
-  } else {
-    const bool bf16 = dtype == Dtype::kBfloat16;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float2 f = widen(w[i], bf16);
-      v[2 * i] = f.x, v[2 * i + 1] = f.y;
-    }
-  }
-}
-
-// v += what was fetched, rounded to the dtype; the rounded sum goes back and is what goes on.
-LOWBIT_DEVICE void add_residual(float (&v)[kUnit], const Raw& r, void* residual, size_t at, Dtype dtype) {
-  float old[kUnit];
-  to_floats(old, r, dtype);
-#pragma unroll
-  for (int i = 0; i < kUnit; i++) v[i] += old[i];
-  if (dtype == Dtype::kFloat32) {
-    float4* p = reinterpret_cast<float4*>(static_cast<float*>(residual) + at);
-#pragma unroll
-    for (int i = 0; i < 4; i++) p[i] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
-    return;
-  }
-  const bool bf16 = dtype == Dtype::kBfloat16;
-  uint32_t w[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    w[i] = pack2(v[2 * i], v[2 * i + 1], bf16);
-    const float2 f = widen(w[i], bf16);
-    v[2 * i] = f.x, v[2 * i + 1] = f.y;
-  }
-  uint4* p = reinterpret_cast<uint4*>(static_cast<uint16_t*>(residual) + at);
-  p[0] = make_uint4(w[0], w[1], w[2], w[3]), p[1] = make_uint4(w[4], w[5], w[6], w[7]);
-}
-
-LOWBIT_DEVICE void gate(float (&v)[kUnit], const Raw& r, Dtype dtype) {
-  float up[kUnit];
-  to_floats(up, r, dtype);
-#pragma unroll
-  for (int i = 0; i < kUnit; i++) v[i] = __fdividef(v[i], 1.f + __expf(-v[i])) * up[i];
-}
-
-template <bool divide>
-LOWBIT_DEVICE void scale_unit(float (&v)[kUnit], const float* by) {
-  const float4* p = reinterpret_cast<const float4*>(by);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float4 q = p[i];
-    const float s[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) v[4 * i + j] = divide ? __fdiv_rn(v[4 * i + j], s[j]) : v[4 * i + j] * s[j];
-  }
-}
-
-// H64 without its 1/8: strides 1, 2, 4, 8 here, 16 and 32 with the lanes 1 and 2 away.
-LOWBIT_DEVICE void hadamard(float (&v)[kUnit], int lane) {
-#pragma unroll
-  for (int stride = 1; stride < kUnit; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) {
-      if (i & stride) continue;
-      const float a = v[i], b = v[i + stride];
-      v[i] = a + b, v[i + stride] = a - b;
-    }
-  }
-#pragma unroll
-  for (int to = 1; to < 4; to *= 2) {
-    const float sign = lane & to ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) {
-      const float other = __shfl_xor_sync(~0u, v[i], to);
-      v[i] = fmaf(sign, v[i], other);  // exact product: one rounding, as in a + b and a - b
-    }
-  }
-}
-
-// Bits of the largest |v|; NaN is above infinity is above all. Behind a Hadamard what is not finite in a block is in
-// its first column too, so the others take the cheaper maximum that passes NaN over.
-LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit], bool mixed) {
-  uint32_t most = __float_as_uint(v[0]) & 0x7FFFFFFFu;
-  if (mixed) {
-    float m = 0.f;
-#pragma unroll
-    for (int i = 1; i < kUnit; i++) m = fmaxf(m, fabsf(v[i]));
-    most = max(most, __float_as_uint(m));
-  } else {
-#pragma unroll
-    for (int i = 1; i < kUnit; i++) most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
-  }
-  return most;
-}
-
-// Sum over the units of a row in one order, whatever the number of threads.
-LOWBIT_DEVICE float sum_units(const float* sums, int units, int lane) {
-  float s = 0.f;
-  for (int u = lane; u < units; u += 32) s += sums[u];
-#pragma unroll
-  for (int to = 16; to; to /= 2) s += __shfl_xor_sync(~0u, s, to);
-  return s;
-}
-
-// v is scaled to -127 .. 127.
-LOWBIT_DEVICE void store_codes(const float (&v)[kUnit], int8_t* row, int unit, bool tile_order) {
-  uint32_t w[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint32_t q[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) q[j] = __float_as_uint(v[4 * i + j] + kRound);
-    w[i] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
-  }
-  if (!tile_order) {
-    *reinterpret_cast<uint4*>(row + unit * kUnit) = make_uint4(w[0], w[1], w[2], w[3]);
-    return;
-  }
-  uint32_t* to = reinterpret_cast<uint32_t*>(row + unit / 4 * 64) + unit % 4;
-#pragma unroll
-  for (int i = 0; i < 4; i++) to[4 * i] = w[i];  // slots (s, r) = (i / 2, i % 2)
-}
-
-// Codes of 4 bits, a scale per 64 columns (four lanes): sa = clip * amax / 7, q = clamp(rint(v / sa), -8, 7). `unit_of` is
-// what the values still lack (1/8 of the Hadamard), `norm` the factor of an RMS norm, which goes into the scale alone.
-LOWBIT_DEVICE void store_four(const QuantizeArgs& a, const float (&v)[kUnit], int m, int unit, float eighth, float norm) {
-  uint32_t most = largest(v, false);
-  most = max(most, __shfl_xor_sync(~0u, most, 1));
-  most = max(most, __shfl_xor_sync(~0u, most, 2));
-  const float amax = __uint_as_float(most) * eighth;
-  const bool usable = amax >= kTiny && most < 0x7F800000u;
-  const float scale = __fdiv_rn(a.clip * amax, 7.f);
-  uint32_t w[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kUnit; i++) {
-    const float q = fminf(fmaxf(rintf(__fdiv_rn(v[i] * eighth, usable ? scale : 1.f)), -8.f), 7.f);
-    w[i / 8] |= usable ? ((uint32_t)(int)q & 15u) << (4 * (i % 8)) : 0u;
-  }
-  if (m >= a.m || unit >= a.kp / kUnit) return;
-  const int mp = (a.m + 127) / 128 * 128;
-  *reinterpret_cast<uint2*>(a.codes + (size_t)m * (a.kp / 2) + unit * 8) = make_uint2(w[0], w[1]);
-  if (unit % 4 == 0) a.group_scales[(size_t)(unit / 4) * mp + m] = amax < kTiny ? 0.f : scale * norm;
-}
 
 struct Shape {  // of a launch
   int rows;     // a CTA
@@ -195,7 +31,8 @@ LOWBIT_DEVICE void stage_vector(float* to, const float* from, int k) {
 }
 // Asks for this CTA's slices of the staged chunks; they lie one behind the other.
 LOWBIT_DEVICE void stage_down(const QuantizeArgs& a, const Shape& shape, uint4* to, int rank) {
-  const int per = kSlices / shape.split, begin = slice_begin(a, rank * per), steps = slice_begin(a, (rank + 1) * per) - begin;
+  const int per = kSlices / shape.split, begin = slice_begin(a, rank * per),
+            steps = slice_begin(a, (rank + 1) * per) - begin;
   const uint4* down = static_cast<const uint4*>(a.down);
   for (int c = 0; c < shape.staged; c++)
     for (int i = threadIdx.x; i < steps * 32; i += blockDim.x)
@@ -203,11 +40,12 @@ LOWBIT_DEVICE void stage_down(const QuantizeArgs& a, const Shape& shape, uint4* 
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// low = downT v for the rows of the CTA: v in fp16 in shared memory, [rows][kp + 8]. Slice by slice of the columns, then
-// the slices in order. parts [chunk][slice][16 ranks][8 rows].
-LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, const uint4* staged, const __half* v, float* parts,
-                                 int first_row, int rank) {
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+// low = downT v for the rows of the CTA: v in fp16 in shared memory, [rows][kp + 8]. Slice by slice of the
+// columns, then the slices in order. parts [chunk][slice][16 ranks][8 rows].
+LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, const uint4* staged,
+                                 const __half* v, float* parts, int first_row, int rank) {
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+            t = lane & 3;
   const int chunks = a.rank / 16, stride = a.kp + 8, eights = (a.m + 7) / 8, per = kSlices / shape.split;
   const int origin = slice_begin(a, rank * per), mine = slice_begin(a, (rank + 1) * per) - origin;
   for (int task = warp; task < chunks * per; task += warps) {
@@ -225,7 +63,8 @@ LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, cons
 #pragma unroll 4
       for (int s = 0; s < steps; s++) step(from[s * 32], s);
     } else {
-      const uint4* from = static_cast<const uint4*>(a.down) + ((size_t)chunk * (a.k / 16) + begin) * 32 + lane;
+      const uint4* from =
+          static_cast<const uint4*>(a.down) + ((size_t)chunk * (a.k / 16) + begin) * 32 + lane;
 #pragma unroll 8
       for (int s = 0; s < steps; s++) step(__ldg(from + s * 32), s);
     }
@@ -235,7 +74,9 @@ LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, cons
     for (int i = 0; i < 4; i++) {
 #if __CUDA_ARCH__ >= 900
       if (shape.split > 1) {
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(out + at[i]), 0)), "f"(c[i]) : "memory");
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(out + at[i]), 0)),
+                     "f"(c[i])
+                     : "memory");
         continue;
       }
 #endif
@@ -262,17 +103,19 @@ LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, cons
   }
 }
 
-// kUnits: units a thread. Shared memory: staged down | fp16 rows [rows][kp + 8] | parts | unit sums | maxima a warp.
-// With one unit a thread, 7 rows of 64 threads: two such CTAs fit the registers of a multiprocessor.
+// kUnits: units a thread. Shared memory: staged down | fp16 rows [rows][kp + 8] | parts | unit sums | maxima
+// a warp. With one unit a thread, 7 rows of 64 threads: two such CTAs fit the registers of a multiprocessor.
 constexpr int most_threads(int units) { return units == 1 ? 448 : 512; }
 
 template <int kUnits, int kThreads>
-__global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1) quantize_rows(const QuantizeArgs a, const Shape shape) {
+__global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1)
+    quantize_rows(const QuantizeArgs a, const Shape shape) {
   extern __shared__ uint4 raw_rows[];
   const int chunks = a.rank / 16, stride = a.kp + 8, units = a.k / kUnit, all_units = a.kp / kUnit;
   const int rank = shape.split > 1 ? blockIdx.x % shape.split : 0, per = kSlices / shape.split;
   uint4* staged = raw_rows;
-  // Slices differ by a step at most; every CTA takes the room of the largest, so that parts lie alike in a cluster.
+  // Slices differ by a step at most; every CTA takes the room of the largest, so that parts lie alike in a
+  // cluster.
   const int room = (a.k / 16 * per + kSlices - 1) / kSlices + 1;
   __half* halves = reinterpret_cast<__half*>(staged + shape.staged * room * 32);
   float* parts = reinterpret_cast<float*>(halves + (chunks ? shape.rows * stride : 0));
@@ -289,8 +132,10 @@ __global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1) qua
   if (a.norm) stage_vector(norms, a.norm, a.k);
   if (a.smooth) stage_vector(smooths, a.smooth, a.k);
   asm volatile("cp.async.commit_group;" ::: "memory");
-  if (chunks) stage_down(a, shape, staged, rank);
-  else asm volatile("cp.async.commit_group;" ::: "memory");
+  if (chunks)
+    stage_down(a, shape, staged, rank);
+  else
+    asm volatile("cp.async.commit_group;" ::: "memory");
   ptx::previous_grid();
   ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
 
@@ -315,15 +160,17 @@ __global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1) qua
 #pragma unroll
     for (int u = 0; u < kTogether; u++) {
       const int unit = (u0 + u) * kThreads + r;
-      float(&w)[kUnit] = v[u0 + u];
+      float (&w)[kUnit] = v[u0 + u];
       if (!live || unit >= units) {
 #pragma unroll
         for (int i = 0; i < kUnit; i++) w[i] = 0.f;
         continue;
       }
       to_floats(w, x[u], a.dtype);
-      if (a.silu) gate(w, other[u], a.dtype);
-      else if (a.residual) add_residual(w, other[u], a.residual, (size_t)m * a.k + unit * kUnit, a.dtype);
+      if (a.silu)
+        gate(w, other[u], a.dtype);
+      else if (a.residual)
+        add_residual(w, other[u], a.residual, (size_t)m * a.k + unit * kUnit, a.dtype);
       if (a.norm) {
         float s = 0.f;
 #pragma unroll
@@ -348,7 +195,8 @@ __global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1) qua
   for (int w = 0; w < kWarps; w++) most = max(most, maxima[row * kWarps + w]);
   const float size = __uint_as_float(most), eighth = a.hadamard ? 0.125f : 1.f;
   float norm = 1.f;
-  if (a.norm && (r < 32 || a.four)) norm = 1.f / sqrtf(sum_units(sums + row * units, units, lane) / a.k + a.eps);
+  if (a.norm && (r < 32 || a.four))
+    norm = 1.f / sqrtf(sum_units(sums + row * units, units, lane) / a.k + a.eps);
   const float amax = size * eighth;  // before the norm's factor
   const bool usable = amax >= kTiny && most < 0x7F800000u;
   const float factor = usable ? __fdiv_rn(127.f, amax) * eighth : 0.f;
@@ -388,7 +236,8 @@ static const char* launch(const QuantizeArgs& a, const Device& device, Stream st
   const int room = ((a.k / 16 * (kSlices / shape.split) + kSlices - 1) / kSlices + 1) * 512;  // bytes a chunk
   const auto bytes = [&] {
     return shape.staged * room + (a.rank ? shape.rows * (a.kp + 8) * 2 + a.rank / 16 * kSlices * 512 : 0) +
-           (a.norm ? (shape.rows * (a.k / kUnit) + a.k) * 4 : 0) + (a.smooth ? a.k * 4 : 0) + shape.rows * (kThreads / 32) * 4 + 16;
+           (a.norm ? (shape.rows * (a.k / kUnit) + a.k) * 4 : 0) + (a.smooth ? a.k * 4 : 0) +
+           shape.rows * (kThreads / 32) * 4 + 16;
   };
   while (shape.rows > 1 && bytes() > device.shared) shape.rows--;
   if (bytes() > device.shared) return "K: one row with its low rank does not fit the shared memory";
@@ -403,13 +252,14 @@ static const char* launch(const QuantizeArgs& a, const Device& device, Stream st
   if (const char* wrong = allow_shared(kernel, device.shared, device, allowed)) return wrong;
   QuantizeArgs copy = a;
   void* args[] = {&copy, &shape};
-  return start(kernel, (a.m + shape.rows - 1) / shape.rows * shape.split, shape.rows * kThreads, bytes(), shape.split, device,
-               stream, args);
+  return start(kernel, (a.m + shape.rows - 1) / shape.rows * shape.split, shape.rows * kThreads, bytes(),
+               shape.split, device, stream, args);
 }
 
 const char* launch_quantize(const QuantizeArgs& a, const Device& d, Stream s) {
   const int units = (a.kp + kUnit - 1) / kUnit;
-  if (a.m <= 32 && units > 64 && units <= 256) return launch<1, 256>(a, d, s);  // few rows: more threads for each
+  if (a.m <= 32 && units > 64 && units <= 256)
+    return launch<1, 256>(a, d, s);  // few rows: more threads for each
   if (units <= 64) return launch<1, 64>(a, d, s);
   if (units <= 128) return launch<2, 64>(a, d, s);
   if (units <= 192) return launch<3, 64>(a, d, s);

@@ -1,16 +1,18 @@
 // A packed weight: tiles of 64 channels x 128 columns, in the order [N / 64][K / 128], each contiguous.
 //
-// Columns of a 64-block are taken in the order of its slots: slot (s, r, t, b) holds column 16t + 8s + 4r + b and lies at
-// byte 32s + 16r + 4t + b of a row of the activations ("tile order"). So one lane of a GEMV finds its operands of two
-// matrix instructions in 16 consecutive bytes of a plain row, and a GEMM reads the tile order.
+// Columns of a 64-block are taken in the order of its slots: slot (s, r, t, b) holds column 16t + 8s + 4r + b
+// and lies at byte 32s + 16r + 4t + b of a row of the activations ("tile order"). So one lane of a GEMV finds
+// its operands of two matrix instructions in 16 consecutive bytes of a plain row, and a GEMM reads the tile
+// order.
 //
-// 4 bit, 4096 B: the 16-byte chunk of (warp w, half h, lane = 4g + t) is at ((2w + h) * 32 + lane) * 16. Byte b of its
-// word j: low nibble = slot (0, j >> 1, t, b) of channel 16w + g + 8 (j & 1) in half h, high nibble = slot (1, ...).
-// A chunk is the A operand of two matrix instructions of k32. Behind the codes, at (8w + g) * 4 values:
-// {channel g half 0, channel g+8 half 0, channel g half 1, channel g+8 half 1} of warp w:
+// 4 bit, 4096 B: the 16-byte chunk of (warp w, half h, lane = 4g + t) is at ((2w + h) * 32 + lane) * 16. Byte
+// b of its word j: low nibble = slot (0, j >> 1, t, b) of channel 16w + g + 8 (j & 1) in half h, high nibble
+// = slot (1, ...). A chunk is the A operand of two matrix instructions of k32. Behind the codes, at (8w + g)
+// * 4 values: {channel g half 0, channel g+8 half 0, channel g half 1, channel g+8 half 1} of warp w:
 //   two-level: int8 multipliers, 128 B; group: fp16 scales, 256 B.
 // Codes are two's complement with channel scales, otherwise code + 8.
-// 8 bit, 8192 B: 64 rows of 128 B; the 16-byte chunk c of row r is at chunk c ^ (r & 7) (what the 128B swizzle expects).
+// 8 bit, 8192 B: 64 rows of 128 B; the 16-byte chunk c of row r is at chunk c ^ (r & 7) (what the 128B
+// swizzle expects).
 #pragma once
 #include "kernels.h"
 #include "ptx.cuh"
@@ -25,7 +27,8 @@ __host__ __device__ constexpr int tile_bytes(Mode mode) {
                               : kCodeBytes + (mode == kW4TwoLevel ? 128 : 256);
 }
 
-// What a channel scale multiplies: the codes times 16, where unpacking leaves them in the high half of the byte.
+// What a channel scale multiplies: the codes times 16, where unpacking leaves them in the high half of the
+// byte.
 __host__ __device__ constexpr float code_unit(Mode mode) { return mode == kW4Channel ? 1.0f / 16 : 1.0f; }
 
 // The multipliers of the two rows of a lane, one half: sign-extended.
@@ -60,7 +63,9 @@ LOWBIT_DEVICE void unpack(const uint4& v, Steps m, uint32_t (&lo)[4], uint32_t (
   }
 }
 
-LOWBIT_DEVICE float2 half2_float2(uint32_t h) { return __half22float2(*reinterpret_cast<const __half2*>(&h)); }
+LOWBIT_DEVICE float2 half2_float2(uint32_t h) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&h));
+}
 
 // Two floats -> two fp16 or bf16.
 LOWBIT_DEVICE uint32_t pack2(float a, float b, bool bf16) {

@@ -5,6 +5,8 @@
 #pragma once
 #include <cstdint>
 
+// clang-format off
+
 namespace lowbit::cuda {
 
 template <int N>

@@ -110,14 +110,17 @@ class FloatLinear(_Kept):
             y = y + ((inside.float() @ self.down) @ self.up.T).to(x.dtype)
         return y
 
-
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, LowRank | None]:
         """(codes, scales, zeros, low rank) as QuantizedWeight has them."""
         codes = self.codes
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, : self.k]
             codes = codes if self.zeros is not None else (codes ^ 8) - 8
-        low = None if self.down is None or self.up is None else LowRank(*(t.to(self.dtypes[1]) for t in (self.down, self.up)))
+        low = (
+            None
+            if self.down is None or self.up is None
+            else LowRank(*(t.to(self.dtypes[1]) for t in (self.down, self.up)))
+        )
         codes = codes.contiguous() if self.zeros is not None else codes.contiguous().view(torch.int8)
         return codes, self.scales.to(self.dtypes[0]), self.zeros, low
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from . import dispatch, layouts, ops, ops_cuda, reference
+from .checkpoint import open_checkpoint
 from .cuda import DeviceLinear, FloatLinear, FourBitLinear
+from .formats import read_layer
 from .formats.tensors import from_awq_tensors, from_gptq_tensors
 from .layouts import panels
 from .quantize import effective, rtn
@@ -33,7 +36,7 @@ class QuantLinear(torch.nn.Module):
     bias: Tensor | None
     perm: Tensor | None
     smooth: Tensor | None
-    down: Tensor | None  # float16 panels of downᵀ and of up, or float32 [K, R] and [N, R] where float16 would round
+    down: Tensor | None  # panels of downᵀ and of up, float16, or float32 where that would round
     up: Tensor | None
 
     def __init__(
@@ -72,7 +75,11 @@ class QuantLinear(torch.nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
         self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
         self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).clone())
-        factors = _branch(low_rank) if self.rank and plain is None and on_device is None and on_float is None else (None, None)
+        factors = (
+            _branch(low_rank)
+            if self.rank and plain is None and on_device is None and on_float is None
+            else (None, None)
+        )
         self.register_buffer("down", factors[0])
         self.register_buffer("up", factors[1])
 
@@ -230,42 +237,44 @@ class QuantLinear(torch.nn.Module):
             granularity: Any = self.activation or "none"
             activation = self._four() if self.activation_bits == 4 else Activation(8, granularity)
             return reference.linear(x, self.to_quantized(), activation).to(x.dtype)
-        if self.hadamard or self.rank or self._activation_bits == 4:
-            return self._behind_transforms(x)
-        return self._kernel(x, self._activation_code, self.perm, self.smooth)
-
-    def _kernel(self, x: Tensor, activation: int, perm: Tensor | None, smooth: Tensor | None) -> Tensor:
+        if x.is_cuda:  # float16 storage: no kernel of its own there
+            w = panels.unpack_half(self.packed, self.out_features, self.in_features).float()
+            return torch.nn.functional.linear(x.float(), w, self.bias).to(x.dtype)
+        if self._activation_bits == 4:
+            return self._in_four_bits(x)
         return ops.linear(
             x,
             self.packed,
             self.out_features,
             self.group_size,
             self.bits,
-            activation,
+            self._activation_code,
             self.bias,
-            perm,
-            smooth,
+            self.perm,
+            self.smooth,
+            hadamard=self.hadamard,
+            down=self.down,
+            up=self.up,
         )
 
-    def _behind_transforms(self, x: Tensor) -> Tensor:
-        """Smoothing and Hadamard here, the product in the kernel, the low rank in float32 beside it. Every step works
-        on one row at a time in one order, so that a row of a batch gives the same bits alone."""
+    def _in_four_bits(self, x: Tensor) -> Tensor:
+        """What an INT4 tensor core computes: smoothing, Hadamard and rounding here, the product in the kernel, the low
+        rank beside it. Every step works on one row at a time in one order, so that a row of a batch gives the same
+        bits alone (with float32 factors, but for the last bit of the low rank)."""
         inside = x.float()
         if self.smooth is not None:
             inside = inside / self.smooth
         if self.hadamard:
             inside = reference.hadamard(inside, self.hadamard)
-        if self._activation_bits == 4:
-            y = self._kernel(self._rounded(inside), ops.ACTIVATIONS[None], None, None)
-        else:
-            y = self._kernel(inside, self._activation_code, self.perm, None)
+        n, none = self.out_features, ops.ACTIVATIONS[None]
+        y = ops.linear(self._rounded(inside), self.packed, n, self.group_size, self.bits, none, self.bias)
         if self.down is not None and self.up is not None:
             if self.down.dtype == torch.float16:
-                none, k = ops.ACTIVATIONS[None], self.in_features
-                hidden = ops.linear(inside, self.down, self.rank, k, 16, none)
-                y = y + ops.linear(hidden, self.up, self.out_features, self.rank, 16, none)
+                hidden = ops.linear(inside, self.down, self.rank, self.in_features, 16, none)
+                y = y + ops.linear(hidden, self.up, n, self.rank, 16, none)
             else:
-                y = y + (inside @ self.down) @ self.up.T
+                down, up = self._factors(self.down, self.up)
+                y = y + ((inside.double() @ down.double()) @ up.double().T).float()
         return y.to(x.dtype)
 
     def _four(self) -> Activation:
@@ -312,12 +321,11 @@ class QuantLinear(torch.nn.Module):
         return self.declared or Activation(8 if self.activation else 16, granularity)
 
     def _low_rank(self) -> LowRank | None:
-        if self.down is None or self.up is None:
-            return None
-        if self.down.dtype != torch.float16:
-            return LowRank(self.down, self.up)
-        down = panels.unpack_half(self.down, self.rank, self.in_features).T.contiguous()
-        return LowRank(down, panels.unpack_half(self.up, self.out_features, self.rank))
+        return None if self.down is None or self.up is None else self._factors(self.down, self.up)
+
+    def _factors(self, down: Tensor, up: Tensor) -> LowRank:
+        plain = panels.unpack_half(down, self.rank, self.in_features).T.contiguous()
+        return LowRank(plain, panels.unpack_half(up, self.out_features, self.rank))
 
     def dequantize(self) -> Tensor:
         """W [N, K] float32 in the order of x, with smoothing, Hadamard and low rank folded in: what a float layer would
@@ -401,14 +409,45 @@ class QuantLinear(torch.nn.Module):
             self.on_float = None if self.activation == "token" else FloatLinear(self.to_quantized())
 
 
+class W4A4Linear(QuantLinear):
+    """One linear of an SVDQuant checkpoint, in the place of an ``nn.Linear``: signed 4-bit weights behind smoothing and
+    Hadamard, a low rank beside them.
+
+    ``activation_bits`` 8 runs the kernels (one scale a row behind a Hadamard, else one a group); 4 is what an INT4 tensor
+    core computes, quick only where there is one. None: 4 on such a chip (Ampere, Ada), else 8.
+    """
+
+    @classmethod
+    def from_quantized(
+        cls, q: QuantizedWeight, activation: str | None = DEFAULT, activation_bits: int | None = None
+    ) -> W4A4Linear:
+        """Pack ``q``; FormatError where its codes are not signed 4-bit ones."""
+        if q.bits != 4 or not q.symmetric:
+            raise FormatError(f"codes: found {q.bits} bits, symmetric {q.symmetric}, accepted are signed 4-bit codes")
+        layer = super().from_quantized(q, activation)
+        assert isinstance(layer, W4A4Linear)
+        if activation_bits is not None:
+            layer.activation_bits = activation_bits
+        return layer
+
+    @classmethod
+    def from_checkpoint(cls, path: str | os.PathLike[str], name: str, activation_bits: int | None = None) -> W4A4Linear:
+        """Linear ``name`` of a directory or ``.safetensors`` file: our own, or of the published form (design.md 5).
+
+        FormatError names the file, the layer and the field that does not fit.
+        """
+        checkpoint = open_checkpoint(path)
+        return cls.from_quantized(read_layer(checkpoint, name, "lowbit", checkpoint.metadata), DEFAULT, activation_bits)
+
+
 def _branch(low_rank: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
-    """The factors as a layer keeps them: float16 panels for our own kernel, else float32."""
+    """The factors as the kernel reads them: panels of float16, or of float32 where one of them would be rounded."""
     if low_rank is None:
         return None, None
-    factors = [t.detach() for t in low_rank]
-    if all(torch.equal(t.half().to(t.dtype), t) for t in factors):
-        return panels.pack_half(factors[0].T.contiguous()), panels.pack_half(factors[1])
-    return factors[0].float().clone(), factors[1].float().clone()
+    down, up = (t.detach() for t in low_rank)
+    exact = all(torch.equal(t.half().to(t.dtype), t) for t in (down, up))
+    dtype = torch.float16 if exact else torch.float32
+    return panels.pack_half(down.T.contiguous(), dtype), panels.pack_half(up, dtype)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -30,12 +30,24 @@ def _(
     perm: Tensor | None = None,
     smooth: Tensor | None = None,
     isa: str = "",
+    *,
+    hadamard: int = 0,
+    down: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::quantize_rows")  # type: ignore[untyped-decorator]
-def _(x: Tensor, group_size: int = 0, isa: str = "") -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    group_size: int = 0,
+    isa: str = "",
+    *,
+    perm: Tensor | None = None,
+    smooth: Tensor | None = None,
+    hadamard: int = 0,
+) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(x.shape, dtype=torch.int8)
     if group_size:
         return codes, x.new_empty(x.shape[0], -(-x.shape[1] // group_size), dtype=torch.float32)
@@ -65,19 +77,37 @@ def linear(
     perm: Tensor | None = None,
     smooth: Tensor | None = None,
     isa: str = "",
+    *,
+    hadamard: int = 0,
+    down: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """y [..., n] in the dtype of x [..., K] (float32, bfloat16, float16).
 
     ``weight``: what layouts.panels packs. ``activation``: a value of ACTIVATIONS. ``bias`` [n] and ``smooth`` [K]
-    float32, ``perm`` [K] int32. ``isa`` forces a tier by name. RuntimeError names the argument that does not fit.
+    float32, ``perm`` [K] int32, ``hadamard`` 0 or 64, in the order smooth, hadamard, perm. ``down`` and ``up``: the low
+    rank as layouts.panels packs factors [R, K] and [n, R], float16 or float32; it reads x behind the Hadamard and is
+    added in float32 before y is rounded. ``isa`` forces a tier by name. RuntimeError names the argument that does not
+    fit.
     """
-    y: Tensor = _linear(x, weight, n, group_size, bits, activation, bias, perm, smooth, isa)
+    y: Tensor = _linear(
+        x, weight, n, group_size, bits, activation, bias, perm, smooth, isa, hadamard=hadamard, down=down, up=up
+    )
     return y
 
 
-def quantize_rows(x: Tensor, group_size: int = 0, isa: str = "") -> tuple[Tensor, Tensor]:
-    """x [M, K] -> int8 [M, K] and float32 scales [M] (or [M, G] for groups of ``group_size``)."""
-    codes, scales = _quantize_rows(x, group_size, isa)
+def quantize_rows(
+    x: Tensor,
+    group_size: int = 0,
+    isa: str = "",
+    *,
+    perm: Tensor | None = None,
+    smooth: Tensor | None = None,
+    hadamard: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> int8 [M, K] and float32 scales [M] (or [M, G] for groups of ``group_size``), behind ``smooth`` [K]
+    float32, ``hadamard`` 0 or 64 and ``perm`` [K] int32, in this order."""
+    codes, scales = _quantize_rows(x, group_size, isa, perm=perm, smooth=smooth, hadamard=hadamard)
     return codes, scales
 
 

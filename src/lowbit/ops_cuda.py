@@ -107,9 +107,7 @@ def _(x: Tensor, eps: float) -> Tensor:
 
 
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_dequantize")  # type: ignore[untyped-decorator]
-def _(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: int, bits: int, out: int
-) -> Tensor:
+def _(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: int, bits: int, out: int) -> Tensor:
     return codes.new_empty(codes.shape[0], k, dtype=ops.DTYPES[out])
 
 

@@ -87,7 +87,7 @@ def quantize_rows(
         raise ValueError(f"activation bits: found {activation.bits}, accepted are 8 and 4")
     codes = torch.where(usable.unsqueeze(-1), codes, torch.zeros_like(codes))
     scales = torch.where(amax < TINY, torch.zeros_like(scales), scales)
-    return codes.reshape(m, -1)[:, :k].to(torch.int8), scales
+    return codes.reshape(m, groups * size)[:, :k].to(torch.int8), scales
 
 
 def transform(x: Tensor, q: QuantizedWeight) -> Tensor:
@@ -193,3 +193,14 @@ def error(got: Tensor, want: Tensor) -> float:
     """Relative Frobenius distance: the one number that tests and benches both quote."""
     distance = torch.linalg.vector_norm(got.double() - want.double())
     return float(distance / torch.linalg.vector_norm(want.double()).clamp_min(1e-30))
+
+
+def divergence(reference: Tensor, logits: Tensor, rows: int = 128) -> Tensor:
+    """KL(softmax(reference) || softmax(logits)) of every row of [T, V], float64 [T], nats; ``rows`` at a time in float32."""
+    parts = []
+    for start in range(0, reference.shape[0], rows):
+        p = torch.log_softmax(reference[start : start + rows].float(), -1)
+        q = torch.log_softmax(logits[start : start + rows].to(p.device, torch.float32), -1)
+        weight = p.exp()
+        parts.append(torch.where(weight > 0, weight * (p - q), 0.0).sum(-1, dtype=torch.float64))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

@@ -142,6 +142,16 @@ class QuantizedWeight:
         """A copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same on a device."""
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        branch = None if self.low_rank is None else LowRank(*(t.to(device) for t in self.low_rank))
+        moved = {name: there(getattr(self, name)) for name in ("codes", "scales", "zeros", "perm", "smooth", "bias")}
+        return replace(self, **moved, low_rank=branch)  # type: ignore[arg-type]
+
     def check_values(self, layer: str = "") -> None:
         """Refuse what shapes cannot show: codes out of range, non-finite scales, a perm that is none. Reads all data."""
         where = f"{layer}: " if layer else ""

@@ -49,7 +49,14 @@ std::vector<uint8_t> run(const KernelTable& table, const Case& c, bool& intact) 
   const bool floats = r.granularity == Granularity::kNone;
   const Buffer<int8_t> codes(floats ? 0 : size);
   const Buffer<int32_t> sums(floats ? 0 : r.m * r.groups);
-  const Buffer<float> scales(floats ? 0 : r.m * r.groups), wide(floats ? size : 0), scratch(width);
+  const Buffer<float> scales(floats ? 0 : r.m * r.groups), wide(floats ? size : 0);
+  const int64_t panels_of_down = (c.rank + kPanel - 1) / kPanel;
+  std::vector<const uint8_t*> down;
+  for (int64_t p = 0; p < panels_of_down; ++p) down.push_back(c.packed_down.data() + p * c.panel_of_down());
+  r.hadamard = c.hadamard;
+  r.down = down.data(), r.down_panels = panels_of_down, r.wide_down = c.wide_factors;
+  const Buffer<float> hidden(r.m * panels_of_down * kPanel), scratch(scratch_floats(r));
+  r.hidden = hidden.get();
   r.codes = codes.get(), r.sums = sums.get(), r.scales = scales.get(), r.floats = wide.get();
   r.scratch = scratch.get();
   table.quantize_rows(r, 0, (r.m + table.row_block - 1) / table.row_block);
@@ -62,22 +69,26 @@ std::vector<uint8_t> run(const KernelTable& table, const Case& c, bool& intact) 
   a.group_bytes = c.group_bytes;
   a.wide_scales = c.wide;
   a.bias = c.has_bias ? c.bias.data() : nullptr;
+  if (c.rank) a.up = c.packed_up.data(), a.rank = round_up(c.rank, 4);
+  a.wide_up = c.wide_factors;
+  a.hidden = r.hidden;
   const Buffer<uint8_t> y(c.m * c.n * c.item());
   a.y = y.get();
   const auto kernel = c.bits == 4 ? table.linear_w4 : c.bits == 8 ? table.linear_w8 : table.linear_f16;
   const int64_t panels = (c.n + kPanel - 1) / kPanel;
   kernel(a, 0, panels / 2);
   kernel(a, panels / 2, panels);
-  intact =
-      codes.intact() && sums.intact() && scales.intact() && wide.intact() && scratch.intact() && y.intact();
+  intact = codes.intact() && sums.intact() && scales.intact() && wide.intact() && hidden.intact() &&
+           scratch.intact() && y.intact();
   return {y.get(), y.get() + y.bytes};
 }
 
 void print(const Case& c) {
   std::printf(
-      "bits %ld activation %ld dtype %ld M %ld N %ld K %ld group %ld wide %ld perm %ld smooth %ld bias %ld",
+      "bits %ld activation %ld dtype %ld M %ld N %ld K %ld group %ld wide %ld perm %ld smooth %ld bias %ld "
+      "hadamard %ld rank %ld",
       long(c.bits), long(c.granularity), long(c.dtype), long(c.m), long(c.n), long(c.k), long(c.group),
-      long(c.wide), long(c.has_perm), long(c.has_smooth), long(c.has_bias));
+      long(c.wide), long(c.has_perm), long(c.has_smooth), long(c.has_bias), long(c.hadamard), long(c.rank));
 }
 
 int check(const char* path, const char* tier) {

@@ -3,6 +3,7 @@
 // arithmetic.
 #include "plain.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -102,17 +103,43 @@ void quantize(const std::vector<float>& x, int64_t from, int64_t to, Quantized& 
 
 }  // namespace
 
+// Sylvester's H64 / 8 on every 64 columns, value by value: sums of pairs 1, 2, 4, ... apart.
+static void rotate(std::vector<float>& x) {
+  for (size_t stride = 1; stride < 64; stride *= 2) {
+    const std::vector<float> old = x;
+    for (size_t j = 0; j < x.size(); ++j)
+      x[j] = j / stride % 2 ? old[j - stride] - old[j] : old[j] + old[j + stride];
+  }
+  for (float& v : x) v = v * 0.125f;
+}
+
+// Σ factor[j] * x[j] of `count` values: chains of `length`, and these in order.
+template <class F>
+static float chained(int64_t count, int64_t length, F term) {
+  float total = 0.f;
+  for (int64_t from = 0; from < count; from += length) {
+    float chain = 0.f;
+    for (int64_t j = from; j < std::min(from + length, count); ++j) chain = term(j, chain);
+    total = total + chain;
+  }
+  return total;
+}
+
 std::vector<uint8_t> plain(const Case& c) {
   std::vector<uint8_t> y(static_cast<size_t>(c.m * c.n * c.item()));
   const int64_t groups = c.groups();
-  std::vector<float> x(static_cast<size_t>(c.k));
+  std::vector<float> inside(static_cast<size_t>(c.k)), x(inside.size()), hidden(static_cast<size_t>(c.rank));
   Quantized a{std::vector<int64_t>(x.size()), std::vector<float>(x.size())};
   for (int64_t m = 0; m < c.m; ++m) {
     for (int64_t j = 0; j < c.k; ++j) {
-      const int64_t from = c.has_perm ? c.perm[j] : j;
-      x[j] = widen(c.x.data(), c.dtype, m * c.k + from);
-      if (c.has_smooth) x[j] /= c.smooth[from];
+      inside[j] = widen(c.x.data(), c.dtype, m * c.k + j);
+      if (c.has_smooth) inside[j] /= c.smooth[j];
     }
+    if (c.hadamard) rotate(inside);
+    for (int64_t j = 0; j < c.k; ++j) x[j] = inside[c.has_perm ? c.perm[j] : j];
+    for (int64_t i = 0; i < c.rank; ++i)
+      hidden[i] = chained(
+          c.k, 64, [&](int64_t j, float sum) { return std::fma(inside[j], c.down[j * c.rank + i], sum); });
     const bool per_token = c.granularity == 0, floats = c.granularity == 2;
     if (per_token) quantize(x, 0, c.k, a);
     for (int64_t g = 0; g < groups && c.granularity == 1; ++g)
@@ -153,6 +180,10 @@ std::vector<uint8_t> plain(const Case& c) {
         acc = c.has_bias ? std::fma(acc, a.scale[0], c.bias[n]) : acc * a.scale[0];
       else if (c.has_bias)
         acc = acc + c.bias[n];
+      if (c.rank)
+        acc = acc + chained(c.rank, 16, [&](int64_t i, float sum) {
+                return std::fma(hidden[i], c.up[n * c.rank + i], sum);
+              });
       narrow(acc, c.dtype, y.data(), m * c.n + n);
     }
   }

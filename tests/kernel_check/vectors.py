@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.layouts import LAYOUTS
+from lowbit.layouts import LAYOUTS, panels
 from samples import DTYPES, FILLS, rows, weight
 
 MAGIC = 0x6C627631
@@ -31,6 +31,9 @@ class Case(NamedTuple):
     scale_dtype: torch.dtype = torch.float16
     extras: int = 0  # 1 perm, 2 smooth, 4 bias
     broken: bool = False  # NaN, infinities, subnormals in x
+    hadamard: int = 0
+    rank: int = 0
+    wide_factors: bool = False  # float32, else float16
 
 
 def cases() -> Iterator[Case]:
@@ -51,7 +54,18 @@ def cases() -> Iterator[Case]:
     for group in (128, 160, 1088):  # more rows than stay in L2 beside a panel
         yield Case(4, 1, 40, 33, 8200, group)
     yield Case(8, 0, 40, 16, 8200, 8200)
+    for bits, activation, m in itertools.product((4, 8), (0, 1, 2), heights):  # what stands around a W4A4 weight
+        k, group = r.choice((64, 192, 320, 576)), r.choice((20, 32, 64, 128))
+        for rank in (r.choice((0, 1, 7)), r.choice((16, 33, 64))):
+            yield Case(
+                bits, activation, m, r.choice((1, 15, 17, 40)), k, min(group, k), r.choice(DTYPES), "random",
+                r.random() < 0.5, extras=r.randint(0, 7), hadamard=64, rank=rank, wide_factors=r.random() < 0.3,
+            )  # fmt: skip
+        yield Case(bits, activation, m, 17, 150, 50, extras=r.randint(0, 7), rank=16, wide_factors=m % 2 == 0)
+    for activation, m in itertools.product((0, 1), (1, 9)):  # more columns than one round of blocks
+        yield Case(4, activation, m, 33, 1536, 64, hadamard=64, rank=48, extras=7)
     for bits, activation, dtype in itertools.product((4, 8), (0, 1, 2), DTYPES):
+        yield Case(bits, activation, 16, 33, 128, 32, dtype, extras=6, broken=True, hadamard=64)
         yield Case(bits, activation, 16, 33, 96, 32, dtype, extras=4, broken=True)
     for m, k, dtype in itertools.product((1, 2, 5, 8, 9), (1, 6, 64, 131), DTYPES):
         yield Case(16, 2, m, r.choice((1, 16, 35)), k, k, dtype, extras=r.randint(0, 7), broken=k == 64)
@@ -99,10 +113,14 @@ def _write(file: object, c: Case, layout: str) -> None:
     for optional in (q.perm, None if q.smooth is None else q.smooth.float(), q.bias):
         if optional is not None:
             parts.append(optional)
+    r, dtype = torch.Generator().manual_seed(c.k), torch.float32 if c.wide_factors else torch.float16
+    down, up = ((torch.randn(size, c.rank, generator=r) / 8).to(dtype) for size in (c.k, c.n))
+    factors = [down.T, up] if c.rank else []
+    parts += [down.float(), up.float()]
     header = (
         c.bits, c.activation, DTYPES.index(c.dtype), c.m, c.n, c.k, c.group, wide, int(q.perm is not None),
-        int(q.smooth is not None), int(q.bias is not None), group_bytes,
+        int(q.smooth is not None), int(q.bias is not None), group_bytes, c.hadamard, c.rank, int(c.wide_factors),
     )  # fmt: skip
-    file.write(struct.pack("<12q", *header))  # type: ignore[attr-defined]
-    for part in [*parts, packed]:
+    file.write(struct.pack("<15q", *header))  # type: ignore[attr-defined]
+    for part in [*parts, packed, *(panels.pack_half(f, dtype) for f in factors)]:
         file.write(part.contiguous().view(torch.uint8).numpy().tobytes())  # type: ignore[attr-defined]

@@ -33,7 +33,9 @@ struct Case {
   Dtype dtype;
   Fill fill;
   int64_t m, n, k, group;
-  bool wide, perm, smooth, bias;
+  bool wide, perm, smooth, bias, hadamard;
+  int64_t rank;  // 0: no low rank
+  bool wide_factors;
 };
 
 uint16_t bits16(Dtype dtype, float f) {
@@ -54,6 +56,7 @@ struct Problem {
   std::vector<uint8_t> x, weight;
   std::vector<int32_t> perm;
   std::vector<float> smooth, bias;
+  std::vector<uint8_t> down, up;  // panels of a low rank
 
   explicit Problem(const Case& wanted) : c(wanted) {
     groups = c.weight == kF16 ? 1 : (c.k + c.group - 1) / c.group;
@@ -72,6 +75,22 @@ struct Problem {
       smooth[j] = 1.25f + uniform();
     }
     for (float& b : bias) b = uniform();
+    const int64_t columns = round_up(c.rank, 4);
+    down = factor(round_up(c.rank, kPanel) * round_up(c.k, 4));
+    up = factor(panels * kPanel * columns);
+  }
+
+  std::vector<uint8_t> factor(int64_t count) const {
+    std::vector<uint8_t> bytes(static_cast<size_t>(count) * (c.wide_factors ? 4 : 2));
+    for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+      const float f = uniform();
+      const uint16_t h = bits16(Dtype::kFloat16, f);
+      if (c.wide_factors)
+        std::memcpy(&bytes[4 * i], &f, 4);
+      else
+        std::memcpy(&bytes[2 * i], &h, 2);
+    }
+    return bytes;
   }
 
   void make_x() {
@@ -135,28 +154,51 @@ struct Problem {
                  item = c.dtype == Dtype::kFloat32 ? 4 : 2;
     std::vector<int8_t> codes(rows * width + 64, 99);
     std::vector<int32_t> sums(rows * static_cast<size_t>(groups), 99);
-    std::vector<float> scales(rows * static_cast<size_t>(groups) + rows, 99.f), floats(rows * width, 99.f),
-        scratch(width, 99.f);
-    const Rows r{x.data() + static_cast<size_t>(first * c.k) * item,
-                 c.dtype,
-                 count,
-                 c.k,
-                 c.group,
-                 groups,
-                 padded,
-                 c.perm ? perm.data() : nullptr,
-                 c.smooth ? smooth.data() : nullptr,
-                 c.granularity,
-                 codes.data(),
-                 sums.data(),
-                 scales.data(),
-                 floats.data(),
-                 scratch.data()};
+    std::vector<float> scales(rows * static_cast<size_t>(groups) + rows, 99.f), floats(rows * width, 99.f);
+    Rows r{x.data() + static_cast<size_t>(first * c.k) * item,
+           c.dtype,
+           count,
+           c.k,
+           c.group,
+           groups,
+           padded,
+           c.perm ? perm.data() : nullptr,
+           c.smooth ? smooth.data() : nullptr,
+           c.hadamard,
+           c.granularity,
+           codes.data(),
+           sums.data(),
+           scales.data(),
+           floats.data(),
+           nullptr,
+           nullptr,
+           0,
+           c.wide_factors,
+           nullptr};
+    std::vector<const uint8_t*> of_down;
+    for (int64_t p = 0; p < round_up(c.rank, kPanel) / kPanel; ++p)
+      of_down.push_back(down.data() + p * round_up(c.k, 4) * kPanel * (c.wide_factors ? 4 : 2));
+    r.down = of_down.data();
+    r.down_panels = static_cast<int64_t>(of_down.size());
+    std::vector<float> hidden(rows * of_down.size() * kPanel, 99.f),
+        scratch(static_cast<size_t>(scratch_floats(r)), 99.f);
+    r.hidden = hidden.data();
+    r.scratch = scratch.data();
     const int64_t blocks = (count + table.row_block - 1) / table.row_block;
     table.quantize_rows(r, 0, blocks / 2);
     table.quantize_rows(r, blocks / 2, blocks);
     std::vector<uint8_t> y(rows * static_cast<size_t>(c.n) * item + 32, 0xa5);
-    const LinearArgs a{&r, weight.data(), c.n, group_bytes, c.wide, c.bias ? bias.data() : nullptr, y.data()};
+    const LinearArgs a{&r,
+                       weight.data(),
+                       c.n,
+                       group_bytes,
+                       c.wide,
+                       c.bias ? bias.data() : nullptr,
+                       y.data(),
+                       c.rank ? up.data() : nullptr,
+                       round_up(c.rank, 4),
+                       c.wide_factors,
+                       r.hidden};
     const auto linear = c.weight == kW4   ? table.linear_w4
                         : c.weight == kW8 ? table.linear_w8
                                           : table.linear_f16;
@@ -233,7 +275,8 @@ int main(int argc, char** argv) {
 
   const int64_t ms[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 0, 150, 40, 48},
                 ns[] = {1, 15, 16, 17, 40, 64, 67, 129};
-  const int64_t ks[] = {1, 7, 32, 33, 64, 96, 100, 257, 512}, gs[] = {1, 8, 16, 20, 32, 64, 128, 1000000};
+  const int64_t ranks[] = {0, 0, 3, 16, 20, 64};
+  const int64_t ks[] = {1, 7, 32, 33, 64, 96, 100, 320, 512}, gs[] = {1, 8, 16, 20, 32, 64, 128, 1000000};
   std::vector<long> done(tables.size()), wrong(tables.size());
   for (int w = 0; w < kWeights; ++w)
     for (int granularity = 0; granularity < 3; ++granularity)
@@ -252,13 +295,17 @@ int main(int argc, char** argv) {
                    below(2) != 0,
                    below(3) == 0,
                    below(3) == 0,
-                   below(2) != 0};
+                   below(2) != 0,
+                   false,
+                   ranks[below(6)],
+                   below(3) == 0};
             c.m = ms[round] ? ms[round] : 1 + below(40);  // every height of a tile, and some of several tiles
             if (round == 0)
               c.k = 4096, c.group = 1000000, c.m = 9, c.n = 33;  // long sums: d is no longer exact in float32
             if (c.m == 150) c.k = 96, c.group = 32, c.n = 33;
             if (c.m == 40) c.k = 1000, c.group = 1000;  // groups that are cut, with and without a short end
             if (c.m == 48) c.k = 1100, c.group = 600;
+            c.hadamard = c.k % kMixed == 0 && below(4) != 0;
             if (c.group > c.k) c.group = c.k;
             const Problem p(c);
             const std::vector<uint8_t> want = p.run(*scalar, 0, c.m);
@@ -274,10 +321,10 @@ int main(int argc, char** argv) {
               if (!wrong[t]++)
                 std::printf(
                     "%s differs: weight %d granularity %d dtype %d fill %d m %ld n %ld k %ld group %ld wide "
-                    "%d perm %d smooth %d bias %d\n",
+                    "%d perm %d smooth %d bias %d hadamard %d rank %ld\n",
                     tables[t]->name, w, granularity, dtype, fill, static_cast<long>(c.m),
                     static_cast<long>(c.n), static_cast<long>(c.k), static_cast<long>(c.group), c.wide,
-                    c.perm, c.smooth, c.bias);
+                    c.perm, c.smooth, c.bias, c.hadamard, static_cast<long>(c.rank));
               if (argc > 3) return 1;
             }
           }

@@ -98,6 +98,22 @@ static inline F512 mul_ps(const F512& a, const F512& b) {
 static inline F512 add_ps(const F512& a, const F512& b) {
   return each_f([&](int h) { return _mm256_add_ps(a.half[h], b.half[h]); });
 }
+static inline F512 sub_ps(const F512& a, const F512& b) {
+  return each_f([&](int h) { return _mm256_sub_ps(a.half[h], b.half[h]); });
+}
+// Lane i of every four lanes takes lane `order` >> 2 i & 3 of these four.
+template <int order>
+static inline F512 permute_ps(const F512& a) {
+  return each_f([&](int h) { return _mm256_permute_ps(a.half[h], order); });
+}
+// Four lanes at a time: the first two of these blocks come from a, the last two from b.
+template <int order>
+static inline F512 shuffle_f32x4(const F512& a, const F512& b) {
+  float from[2][16], to[16];
+  out(from[0], a), out(from[1], b);
+  for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * i, from[i / 2] + (order >> 2 * i & 3) * 4, 16);
+  return loadu_ps(to);
+}
 static inline F512 max_ps(const F512& a, const F512& b) {
   return each_f([&](int h) { return _mm256_max_ps(a.half[h], b.half[h]); });
 }
@@ -204,6 +220,8 @@ static inline F512 mask_blend_ps(Mask16 mask, const F512& a, const F512& b) {  /
 #define _mm512_cvtepi32_epi8 model::truncate<int8_t, __m128i>
 #define _mm512_cvtepi32_epi16 model::truncate<int16_t, __m256i>
 #undef _mm512_cvtps_ph
+#undef _mm512_permute_ps
+#undef _mm512_shuffle_f32x4
 #undef _mm512_cmp_ps_mask
 #define _mm512_cvtps_ph(a, rounding) model::cvtps_ph<(rounding)>(a)
 #define _mm512_cmp_ps_mask(a, b, compare) model::cmp_ps_mask<(compare)>(a, b)
@@ -219,6 +237,9 @@ static inline F512 mask_blend_ps(Mask16 mask, const F512& a, const F512& b) {  /
 #define _mm512_castps_si512 model::castps_si512
 #define _mm512_mul_ps model::mul_ps
 #define _mm512_add_ps model::add_ps
+#define _mm512_sub_ps model::sub_ps
+#define _mm512_permute_ps(a, order) model::permute_ps<(order)>(a)
+#define _mm512_shuffle_f32x4(a, b, order) model::shuffle_f32x4<(order)>(a, b)
 #define _mm512_max_ps model::max_ps
 #define _mm512_div_ps model::div_ps
 #define _mm512_fmadd_ps model::fmadd_ps

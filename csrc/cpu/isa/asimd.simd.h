@@ -12,9 +12,14 @@ LOWBIT_INLINE F mul(F a, F b) { return vmulq_f32(a, b); }
 LOWBIT_INLINE F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 LOWBIT_INLINE F to_float(I v) { return vcvtq_f32_s32(v); }
 LOWBIT_INLINE F add_f(F a, F b) { return vaddq_f32(a, b); }
+LOWBIT_INLINE F sub_f(F a, F b) { return vsubq_f32(a, b); }
 LOWBIT_INLINE F max_f(F a, F b) { return vmaxq_f32(a, b); }  // NaN where one is NaN
 LOWBIT_INLINE F div_f(F a, F b) { return vdivq_f32(a, b); }
 LOWBIT_INLINE I to_int(F v) { return vcvtnq_s32_f32(v); }
+template <int kStride>  // lane i takes what lane i ^ kStride has
+LOWBIT_INLINE F swap_lanes(F v) {
+  return kStride == 1 ? vrev64q_f32(v) : vextq_f32(v, v, 2);
+}
 LOWBIT_INLINE F power_of_two(I n) {  // 0 for -127
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
 }

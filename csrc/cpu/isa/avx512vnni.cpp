@@ -8,6 +8,7 @@ namespace {
 #include "../convert.h"
 #include "../loops.h"
 #include "avx512vnni.simd.h"
+#include "../low_rank.body.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"
 #include "../linear_int.body.h"

@@ -24,9 +24,17 @@ static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 static inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
 static inline F add_f(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F sub_f(F a, F b) { return _mm512_sub_ps(a, b); }
 static inline F max_f(F a, F b) { return _mm512_max_ps(a, b); }  // b where one is NaN
 static inline F div_f(F a, F b) { return _mm512_div_ps(a, b); }
 static inline I to_int(F v) { return _mm512_cvtps_epi32(v); }
+template <int kStride>  // lane i takes what lane i ^ kStride has
+static inline F swap_lanes(F v) {
+  if constexpr (kStride < 4)
+    return _mm512_permute_ps(v, kStride == 1 ? 0xb1 : 0x4e);
+  else
+    return _mm512_shuffle_f32x4(v, v, kStride == 4 ? 0xb1 : 0x4e);
+}
 static inline F power_of_two(I n) {  // 0 for -127
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }

@@ -10,6 +10,7 @@ namespace {
 #include "../convert.h"
 #include "../loops.h"
 #include "neon.simd.h"
+#include "../low_rank.body.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"
 #include "../linear_panels.body.h"

@@ -13,6 +13,7 @@ namespace {
 #if defined(__aarch64__)
 namespace panels {  // hides the dot products of the x86 lines
 #include "scalar_panels.simd.h"
+#include "../low_rank.body.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"
 #include "../linear_panels.body.h"
@@ -22,6 +23,7 @@ namespace panels {  // hides the dot products of the x86 lines
 using panels::add_norm, panels::append_rows, panels::attend, panels::silu_mul;
 using panels::linear_f16, panels::linear_w4, panels::linear_w8, panels::quantize_rows;
 #else
+#include "../low_rank.body.h"
 #include "../quantize_rows.body.h"
 #include "../tail.body.h"
 #include "../linear_int.body.h"

@@ -22,11 +22,17 @@ static inline F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
 static inline F fnma(F a, F b, F c) { return __builtin_fmaf(-a, b, c); }
 static inline F to_float(I v) { return static_cast<float>(v); }
 static inline F add_f(F a, F b) { return a + b; }
+static inline F sub_f(F a, F b) { return a - b; }
 static inline F max_f(F a, F b) { return a > b ? a : b; }  // b where one is NaN
 static inline F div_f(F a, F b) { return a / b; }
 static inline I to_int(F v) {  // half to even, |v| < 2^22
   volatile float shifted = v + 12582912.f;
   return static_cast<int32_t>(shifted - 12582912.f);
+}
+// Lane i takes what lane i ^ kStride has, kStride < kLanes; here there is none.
+template <int kStride>
+static inline F swap_lanes(F v) {
+  return v;
 }
 static inline F power_of_two(I n) { return float_of(static_cast<uint32_t>(n + 127) << 23); }  // 0 for -127
 static inline F load_half(const uint16_t* p) { return half_to_float(*p); }

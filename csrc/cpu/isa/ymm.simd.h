@@ -24,9 +24,15 @@ static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 static inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
 static inline F add_f(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F sub_f(F a, F b) { return _mm256_sub_ps(a, b); }
 static inline F max_f(F a, F b) { return _mm256_max_ps(a, b); }  // b where one is NaN
 static inline F div_f(F a, F b) { return _mm256_div_ps(a, b); }
 static inline I to_int(F v) { return _mm256_cvtps_epi32(v); }
+template <int kStride>  // lane i takes what lane i ^ kStride has
+static inline F swap_lanes(F v) {
+  if constexpr (kStride == 4) return _mm256_permute2f128_ps(v, v, 1);
+  return _mm256_permute_ps(v, kStride == 1 ? 0xb1 : 0x4e);
+}
 static inline F power_of_two(I n) {  // 0 for -127
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }

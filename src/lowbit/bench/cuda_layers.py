@@ -164,6 +164,6 @@ def run(shapes: Sequence[tuple[int, int]], rows: Sequence[int], modes: Sequence[
                     count = len(case.calls)
                     cold, warm = replayed(case.calls) / count, replayed(case.calls[:1] * count) / count
                     yield {
-                        "bench": "layers", "device": "cuda", "name": case.name, "n": n, "k": k, "m": m, "rank": RANK,
+                        "bench": "cuda-layers", "name": case.name, "n": n, "k": k, "m": m, "rank": RANK,
                         "cold_us": round(cold, 3), "warm_us": round(warm, 3), "copies": count, **chip,
                     }  # fmt: skip

@@ -26,12 +26,12 @@ class Native(Engine):
 
         self._model = load_model(job["model"])
         self._decoder = Decoder.from_model(self._model, head="w8a8")
-        self._room = max(len(job["short"]) + job["steps"] + 1, len(job["long"]))
+        self._state = self._decoder.start(max(len(job["short"]) + job["steps"] + 1, len(job["long"])))
         self.version = lowbit.__version__
         self.weight_bytes = _held(self._model, self._decoder.head)
 
     def prefill(self, ids: Sequence[int]) -> int:
-        self._state = self._decoder.start(self._room)
+        self._state.length = 0
         return self._run(ids)
 
     def step(self, token: int) -> int:

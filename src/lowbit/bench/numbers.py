@@ -8,24 +8,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench import chart, models
+from lowbit.bench import accuracy, chart, models
 from lowbit.types import FormatError
 
 # What makes two lines parts of one run, and so of one table.
 RUN = ("bench", "chip", "torch", "lowbit", "commit", "date", "pages", "in_cache", "model", "source")
 HEAD = """# Numbers
 
-Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json` and `bench models --json` wrote; each
-table is one interleaved run on one machine, medians over the stated repeats or rounds. `x` is the time over that of the
-first row of its shape: above 1 is slower than ours. The error is the relative Frobenius distance to the float product on
-Gaussian x.
+Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json`, `bench models --json` and
+`bench/accuracy.py` wrote (`make accuracy`). Speed comes first: each table is one interleaved run on one machine, medians
+over the stated repeats or rounds. `x` is the time over that of the first row of its shape: above 1 is slower than ours.
+The error is the relative Frobenius distance to the float product on Gaussian x.
 """
 # Said once, under the first table of whole models.
 MODELS = """Tokens a second: the median over the rounds, then the best (of decoding: every step at its least over the
 rounds). Memory is what a process grew by beyond an interpreter with torch, or a bare one where the runtime needs no
 torch: resident while decoding, and at its peak, loading included. `cpu` is CPU seconds a second of decoding. `same`
 counts the first greedy tokens, of 16, that float32 gives too; the error is that of the logits after the prompt."""
-KINDS = {"layers": chart.layers, "models": chart.models}
+KINDS = {"layers": chart.layers, "models": chart.models}  # of speed
 
 
 def read(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -37,8 +37,8 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
                 raise FormatError(f"{path} line {number}: found no JSON ({error.msg})") from None
-            if not isinstance(line, dict) or line.get("bench") not in KINDS:
-                accepted = "a line of bench layers or bench models"
+            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, "accuracy"):
+                accepted = "a line of bench layers, bench models or accuracy"
                 raise FormatError(f"{path} line {number}: found {text[:40]!r}, accepted is {accepted}")
             lines.append({**line, "source": Path(path).name})
     return lines
@@ -82,11 +82,24 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def charts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """File name -> SVG: one for the layers and one for the models of every file of lines."""
+    """File name -> SVG: one for the layers and one for the models of every file of lines, one for each model's accuracy."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for line in lines:
+    speed, judged = _split(lines)
+    for line in speed:
         groups.setdefault((line["bench"], line["source"]), []).append(line)
-    return {_chart(kind, source): KINDS[kind](group) for (kind, source), group in groups.items()}
+    found = {_chart(kind, source): KINDS[kind](group) for (kind, source), group in groups.items()}
+    for index, some in enumerate(accuracy.models(judged)):
+        found |= {_accuracy(index, what): svg for what, svg in accuracy.drawings(some).items()}
+    return found
+
+
+def _split(lines: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """(lines of speed, lines of accuracy)."""
+    return [x for x in lines if x["bench"] in KINDS], [x for x in lines if x["bench"] not in KINDS]
+
+
+def _accuracy(index: int, what: str) -> str:
+    return f"accuracy-{index + 1}-{what}.svg"
 
 
 def _chart(kind: str, source: str) -> str:
@@ -94,9 +107,10 @@ def _chart(kind: str, source: str) -> str:
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page: runs in the order in which they are first seen, each file's chart above its first table."""
+    """The whole page: runs in the order in which they are first seen, each file's chart above its first table; accuracy."""
     runs: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for line in lines:
+    speed, judged = _split(lines)
+    for line in speed:
         runs.setdefault(tuple(str(line.get(key)) for key in RUN), []).append(line)
     parts, drawn, told = [HEAD.rstrip()], set(), False
     for run in runs.values():
@@ -108,12 +122,15 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         if run[0]["bench"] == "models" and not told:
             parts.append(MODELS)
             told = True
+    for index, some in enumerate(accuracy.models(judged)):
+        addresses = {what: f"charts/{_accuracy(index, what)}" for what in accuracy.drawings(some)}
+        parts.append(accuracy.chapter(some, addresses))
     return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="lowbit bench numbers", description=__doc__)
-    p.add_argument("files", nargs="+", metavar="JSONL", help="what lowbit bench layers --json or models --json wrote")
+    p.add_argument("files", nargs="+", metavar="JSONL", help="what the benches wrote")
     p.add_argument("--out", metavar="FILE", help="write the page here, and its charts into charts/ beside it")
     args = p.parse_args(argv)
     lines = read(args.files)

@@ -7,13 +7,15 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from ..types import FormatError
 from .files import INDEX, METADATA_KEY, SINGLE, TAGS, read_index
+
+_PIECE = 1 << 24  # bytes copied at once
 
 
 def write_checkpoint(
@@ -27,7 +29,9 @@ def write_checkpoint(
 
     Each file is written beside its target, flushed to disk and renamed; the index (or the single file) and then the
     configuration come last, so that an interruption leaves the old checkpoint whole. ``metadata`` goes into each
-    weight file under the key ``lowbit``. An iterable is consumed shard by shard.
+    weight file under the key ``lowbit``. An iterable is consumed tensor by tensor: each goes to the disk before the next
+    is asked for, in a file of its own by element size, and those are joined behind the header. So for a moment a shard
+    takes its size twice on disk, and never in memory.
     """
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
@@ -36,8 +40,8 @@ def write_checkpoint(
     finals: list[Path] = []
     settings: Path | None = None
     try:
-        for shard in _shards(tensors, max_shard_bytes):
-            pending.append((_write_file(root, shard, notes), list(shard), sum(_size(t) for t in shard.values())))
+        for shard in _shards(root, tensors, max_shard_bytes):
+            pending.append((_write_file(root, shard, notes), list(shard.sizes), shard.total))
         if config is not None:
             settings = _write_text(root, json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
         old = _old_files(root)
@@ -89,48 +93,74 @@ def _old_files(root: Path) -> set[str]:
     return old
 
 
-def _shards(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    held, seen = 0, set[str]()
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if name in seen:
-            raise FormatError(f"{name}: name: found twice, accepted is once")
-        if tensor.dtype not in TAGS:
-            raise FormatError(f"{name}: dtype: found {tensor.dtype}, accepted is {', '.join(map(str, TAGS))}")
-        seen.add(name)
-        if shard and held + _size(tensor) > limit:
-            yield shard
-            shard, held = {}, 0
-        shard[name] = tensor
-        held += _size(tensor)
-    yield shard
+class _Shard:
+    """Tensors on their way into one file: their bytes lie in one unnamed file an element size, wide ones first."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.entries: dict[int, list[tuple[str, str, list[int]]]] = {}  # element size -> (name, dtype tag, shape)
+        self.sizes: dict[str, int] = {}  # bytes
+        self.total = 0
+        self.files: dict[int, IO[bytes]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        width = tensor.element_size()
+        if width not in self.files:
+            self.files[width] = tempfile.TemporaryFile(dir=self.root)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            self.files[width].write(flat.view(torch.uint8).numpy().data)
+        self.entries.setdefault(width, []).append((name, TAGS[tensor.dtype], list(tensor.shape)))
+        self.sizes[name] = _size(tensor)
+        self.total += self.sizes[name]
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+def _shards(root: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: int) -> Iterator[_Shard]:
+    shard, seen = _Shard(root), set[str]()
+    try:
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            if name in seen:
+                raise FormatError(f"{name}: name: found twice, accepted is once")
+            if tensor.dtype not in TAGS:
+                raise FormatError(f"{name}: dtype: found {tensor.dtype}, accepted is {', '.join(map(str, TAGS))}")
+            seen.add(name)
+            if shard.sizes and shard.total + _size(tensor) > limit:
+                yield shard
+                shard.close()
+                shard = _Shard(root)
+            shard.add(name, tensor)
+        yield shard
+    finally:
+        shard.close()
 
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _write_file(root: Path, shard: Mapping[str, Tensor], notes: Mapping[str, str]) -> Path:
+def _write_file(root: Path, shard: _Shard, notes: Mapping[str, str]) -> Path:
     """One safetensors file under a temporary name, on disk when this returns."""
     header: dict[str, Any] = {"__metadata__": dict(notes)}
-    ordered = sorted(shard, key=lambda name: -shard[name].element_size())  # keeps every tensor aligned; stable
     start = 0
-    for name in ordered:
-        stop = start + _size(shard[name])
-        header[name] = {
-            "dtype": TAGS[shard[name].dtype],
-            "shape": list(shard[name].shape),
-            "data_offsets": [start, stop],
-        }
+    widths = sorted(shard.entries, reverse=True)  # keeps every tensor aligned
+    for name, tag, shape in (entry for width in widths for entry in shard.entries[width]):
+        stop = start + shard.sizes[name]
+        header[name] = {"dtype": tag, "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
     def chunks() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little") + text
-        for name in ordered:
-            flat = shard[name].detach().cpu().contiguous().reshape(-1)
-            yield flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        for width in widths:
+            file = shard.files[width]
+            file.seek(0)
+            while piece := file.read(_PIECE):
+                yield piece
 
     return _temporary(root, chunks())
 

@@ -6,12 +6,15 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.show import as_json, megabytes, table
+from lowbit.cli.show import as_json, megabytes, short, table
 from lowbit.models.overrides import parse
 from lowbit.quantize import RECIPES, SCALES
 from lowbit.types import SCHEMES, FormatError
+
+if TYPE_CHECKING:
+    from lowbit.models.sensitivity import Budget
 
 CONVERT_TO = ("gptq", "gptq_v2", "awq", "compressed-tensors", "lowbit")
 
@@ -25,7 +28,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--method", choices=("rtn", "gptq", "svdquant"), help="default: svdquant for w4a4, gptq for the others"
     )
-    one.add_argument("--calibration", metavar="FILE", help="text or JSONL file (all methods but rtn)")
+    one.add_argument(
+        "--calibration", metavar="FILE",
+        help='text or JSONL file; for speech lines {"audio": WAV, "text": TRANSCRIPT} (all methods but rtn)',
+    )  # fmt: skip
+    one.add_argument("--blocks", metavar="A,B", help="dotted paths of the lists of blocks (default: found by itself)")
+    one.add_argument("--device", default="cpu", metavar="D", help="where blocks are quantized: cpu (default), cuda")
     one.add_argument("--rank", type=int, metavar="R", help="svdquant: rank of the branch, 0, 16 (default), 32 or 64")
     one.add_argument("--recipe", choices=RECIPES, help="svdquant: default, or iterative (as published)")
     one.add_argument("--no-hadamard", dest="hadamard", action="store_false", help="svdquant: leave out the rotation")
@@ -36,6 +44,10 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--override", action="append", default=[], metavar="NAME=A",
         help="activations of the linears of this name: a4, a8, a8-token or a16 (repeatable)",
+    )  # fmt: skip
+    one.add_argument(
+        "--budget", type=float, metavar="B",
+        help="w4a4: bits of activations on average, 4 .. 8; the most sensitive inputs, as measured, run at 8",
     )  # fmt: skip
     one.add_argument("--group", type=int, metavar="N", help="group size along K, -1 for one group a row")
     one.add_argument("--symmetric", action="store_true", default=None, help="signed codes without zero points")
@@ -62,11 +74,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
 def quantize(args: argparse.Namespace) -> int:
     import torch
 
-    from lowbit.cli.use import tokenizer_of
     from lowbit.models import api
-    from lowbit.models.load import load, local_directory
-    from lowbit.models.recipes import recipe_for
-    from lowbit.models.save import save
+    from lowbit.models.directory import quantize_directory
+    from lowbit.models.load import local_directory
 
     source, out = local_directory(args.model), Path(args.out)
     _not_the_same(source, out)
@@ -77,28 +87,38 @@ def quantize(args: argparse.Namespace) -> int:
         raise FormatError("--calibration: found nothing, accepted is a text or JSONL file (or --method rtn)")
     resume = Path(args.resume_dir) if args.resume_dir else out.with_name(out.name + ".partial")
     args.after_stop = f"finished blocks are in {resume}, the same command resumes there"
-    model = load(source)
-    skip = [*(args.skip or ()), *(() if args.head else recipe_for(model).skip)]
-    report = api.quantize(
-        model, args.scheme, method, args.calibration, tokenizer=tokenizer_of(args.model) if args.calibration else None,
-        group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=skip,
-        channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens, progress=sys.stderr.isatty(),
-        rank=16 if args.rank is None else args.rank, recipe=args.recipe or "default", hadamard=args.hadamard,
-        scales=args.scales, overrides=dict(parse(text) for text in args.override),
+    report = quantize_directory(
+        source, out, args.scheme, method, args.calibration, group_size=args.group,
+        symmetric=args.symmetric, activation=args.activation, skip=args.skip or (),
+        head=args.head, blocks=args.blocks, channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens,
+        progress=sys.stderr.isatty(), rank=16 if args.rank is None else args.rank, recipe=args.recipe or "default",
+        hadamard=args.hadamard, scales=args.scales, overrides=dict(parse(text) for text in args.override), budget=args.budget,
+        dense_dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None, device=args.device,
     )  # fmt: skip
-    save(model, out, dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None)
     if not args.resume_dir:
         shutil.rmtree(resume, ignore_errors=True)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if args.json:
         as_json({**report.to_dict(), "out": str(out), "file_bytes": size})
         return 0
-    table("", ["layer", "method", "error rounded", "error", "notes"], [
-        [row.name, row.method, f"{row.error_before:.4f}", f"{row.error_after:.4f}", "; ".join(row.notes)]
-        for row in report.rows
-    ])  # fmt: skip
+    table("", *report.table())
+    if report.budget is not None:
+        _show(report.budget)
     print(f"{len(report.rows)} linears in {report.seconds:.0f} s; wrote {out} ({megabytes(size)} MB)")
     return 0
+
+
+def _show(budget: Budget) -> None:
+    """Every input, what it loses at 4 bits, and what it got; the most sensitive per weight first."""
+    print()
+    found = sorted(budget.choices, key=lambda c: -(c.sensitivity or 0.0) / c.weights)
+    table("", ["input of", "weights", "KL at 4 bits", "bits"], [
+        [short(c.names), c.weights, "override" if c.sensitivity is None else f"{c.sensitivity:.6f}", c.bits]
+        for c in found
+    ])  # fmt: skip
+    losses = f"{budget.as_chosen:.5f} as chosen, {budget.everything_at_4:.5f} at 4 bits everywhere"
+    print(f"activations: {budget.average:.3f} bits on average (asked: {budget.asked:g})")
+    print(f"KL to 8 bits everywhere, over {budget.tokens} tokens of the calibration: {losses}")
 
 
 def _not_the_same(source: Path, out: Path) -> None:

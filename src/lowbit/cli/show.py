@@ -1,7 +1,8 @@
-"""How results and errors reach the terminal: tables on a terminal, plain text in a pipe, JSON on request."""
+"""What commands share: options; results and errors on the terminal: tables, plain text in a pipe, JSON on request."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -11,6 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.types import FormatError
+
+
+def loading(command: argparse.ArgumentParser) -> None:
+    """The options of every command that loads a model to run it."""
+    command.add_argument(
+        "--activation", choices=("group", "token", "none"), help="override what the checkpoint declares"
+    )
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of what is dense"
+    )
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -88,6 +99,13 @@ def bar(label: str, unit: str = "window") -> Callable[[int, int], None]:
             state["bar"].close()
 
     return update
+
+
+def short(names: Sequence[str]) -> str:
+    """Linears of one module in few words: "model.layers.0.self_attn.q_proj, k_proj"; no other name is shortened."""
+    stem = names[0].rpartition(".")[0]
+    same = all(name.rpartition(".")[0] == stem for name in names)
+    return ", ".join([names[0], *(n.rpartition(".")[2] if same else n for n in names[1:])])
 
 
 def from_pairs(rows: Sequence[Any]) -> list[Mapping[str, Any]]:

@@ -13,10 +13,16 @@ from torch import Tensor
 
 from lowbit.engines.llama import native, refuses
 from lowbit.models.load import load, to_dtype
+from lowbit.models.skeleton import SkeletonForCausalLM, as_transformers, load_skeleton
 from lowbit.types import FormatError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lowbit.models.plain_tokenizer import PlainTokenizer
+
+    CausalLM = PreTrainedModel | SkeletonForCausalLM
+    Tokenizer = PreTrainedTokenizerBase | PlainTokenizer
 
 OnToken = Callable[[int], None]
 ENGINES = ("auto", "native", "transformers")
@@ -50,13 +56,18 @@ def load_model(
     activation: str | None = None,
     dtype: torch.dtype = torch.float32,
     engine: str = "auto",
-) -> PreTrainedModel:
-    """``lowbit.load`` for decoding on the CPU. Where the native step will run, what is dense stays as it is stored and
-    mapped (an embedding in float16 takes half, and only the rows that are looked up); elsewhere it is cast to
-    ``dtype``. Raises as ``lowbit.load``.
+) -> CausalLM:
+    """``lowbit.load`` for decoding on the CPU. Raises as it does.
+
+    Where the native step will run, the result is a skeleton (models/skeleton.py): the weights without transformers,
+    what is dense as it is stored and mapped (an embedding in float16 takes half, and only the rows that are looked up).
+    Elsewhere it is a model of transformers, what is dense in ``dtype``; so too with ``engine`` "transformers".
     """
     if engine == "transformers":
         return load(path, activation=activation, dtype=dtype)
+    bare = load_skeleton(path, activation)
+    if bare is not None:
+        return bare if refuses(bare) is None else as_transformers(bare, dtype)
     model = load(path, activation=activation, dtype=None)
     if refuses(model) is not None:
         to_dtype(model, dtype)
@@ -65,7 +76,7 @@ def load_model(
 
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel,
+    model: CausalLM,
     ids: Tensor | Sequence[int],
     max_new_tokens: int = 64,
     *,
@@ -102,7 +113,7 @@ def decode(
     if step is None and engine == "native":
         raise FormatError(reason)
     name = "transformers" if step is None else "native"
-    step = step or _transformers(model)
+    step = step or _transformers(as_transformers(model) if isinstance(model, SkeletonForCausalLM) else model)
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = []
     began = prefilled = time.perf_counter()
@@ -120,7 +131,7 @@ def decode(
 Step = Callable[[Tensor], Tensor]  # token ids [1, T] -> float32 logits [V] of the last, on the CPU
 
 
-def _native(model: PreTrainedModel, length: int, head: str) -> tuple[Step | None, str]:
+def _native(model: CausalLM, length: int, head: str) -> tuple[Step | None, str]:
     """The native step, or the reason why it does not run this model or a sequence of ``length``."""
     try:
         decoder = native(model, head)
@@ -160,7 +171,7 @@ def pick(logits: Tensor, temperature: float, top_k: int, top_p: float, generator
     return int(order[torch.multinomial(probability, 1, generator=generator)])
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
+def end_tokens(model: CausalLM) -> list[int]:
     """The end tokens of the generation config, else of the config, else none."""
     for source in (getattr(model, "generation_config", None), model.config):
         found = getattr(source, "eos_token_id", None)
@@ -173,19 +184,20 @@ def _takes(model: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(type(model).forward).parameters
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt; with ``chat``, wrapped as one user turn by the tokenizer's chat template."""
+def encode(tokenizer: Tokenizer, prompt: str, chat: bool = False) -> list[int]:
+    """Token ids of a prompt; with ``chat``, wrapped as one user turn by the chat template of a transformers tokenizer."""
     if not chat:
         return [int(token) for token in tokenizer(prompt)["input_ids"]]
+    full: Any = tokenizer
     turns = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    text = full.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return [int(token) for token in full(text, add_special_tokens=False)["input_ids"]]
 
 
 class TextStream:
     """Turns tokens into text as they come: call it with each token; whole characters only go to ``write``."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]) -> None:
         self._tokenizer = tokenizer
         self._write = write
         self._tokens: list[int] = []

@@ -22,7 +22,7 @@ from lowbit.quantize import rtn
 from lowbit.types import Activation, FormatError, Scheme
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from lowbit.engines.decode import CausalLM
 
 __all__ = ["CHUNK", "HEADS", "Decoder", "State", "native", "pack_head", "refuses"]
 
@@ -78,7 +78,7 @@ class Decoder:
         weakref.finalize(self, ops.decoder_free, self.number)
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, *, head: str = "w8a8") -> Decoder:
+    def from_model(cls, model: CausalLM, *, head: str = "w8a8") -> Decoder:
         """``head``: "w8a8" packs a float output head in 8 bits, "float" runs it as it is; a quantized one is used as
         it is. FormatError with the reason where the model does not fit (see ``refuses``)."""
         if head not in HEADS:
@@ -193,18 +193,18 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def _add(linear: QuantLinear, tensors: list[Tensor], sizes: list[int]) -> None:
-    side = (linear.bias, linear.perm, linear.smooth)
+    side = (linear.bias, linear.perm, linear.smooth, linear.down, linear.up)
     tensors += [linear.packed, *(_NONE if t is None else t for t in side)]
-    sizes += [linear.group_size, linear.bits, ops.ACTIVATIONS[linear.activation]]
+    sizes += [linear.group_size, linear.bits, ops.ACTIVATIONS[linear.activation], linear.hadamard]
 
 
 _made: weakref.WeakKeyDictionary[nn.Module, tuple[object, Decoder]] = weakref.WeakKeyDictionary()
 
 
-def native(model: PreTrainedModel, head: str = "w8a8") -> Decoder:
+def native(model: CausalLM, head: str = "w8a8") -> Decoder:
     """``Decoder.from_model``, made once and again only where a tensor of the model was replaced or written to."""
     parts = collect(model)
-    settings = [linear.activation for _, linears in parts.layers for linear in linears]
+    settings = [(one.activation, one.hadamard) for _, linears in parts.layers for one in linears]
     state = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in parts.tensors()]
     mark: object = (head, settings, state)
     known = _made.get(model)

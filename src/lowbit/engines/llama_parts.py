@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lowbit import ops
+from lowbit.models import families
 from lowbit.nn import QuantLinear
 from lowbit.types import FormatError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = tuple(families.FAMILIES)
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # one table of angles for every length
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
             "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -18,7 +19,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "se
 
 
 def refuses(model: nn.Module) -> str | None:
-    """None where the native step runs ``model`` (a transformers causal LM), else the first reason why it does not."""
+    """None where the native step runs ``model`` (a causal LM of transformers, or its skeleton), else the first reason why it does not."""
     try:
         collect(model)
     except FormatError as error:
@@ -76,8 +77,8 @@ def collect(model: Any) -> Parts:
         if size % 16:
             raise _refuse(name, size, "a multiple of 16")
     head = model.lm_head
-    if isinstance(head, QuantLinear) and (head.plain is not None or head.hadamard or head.rank):
-        raise _refuse("lm_head", "a layer without a kernel of its own", "packed weights")
+    if isinstance(head, QuantLinear):
+        _runs("lm_head", head)
     if not isinstance(head, QuantLinear) and type(head) is not nn.Linear:
         raise _refuse("lm_head", type(head).__name__, "Linear or QuantLinear")
     for name, module in model.named_modules():
@@ -113,11 +114,15 @@ def _linear(block: nn.Module, name: str, prefix: str) -> QuantLinear:
     linear = block.get_submodule(name)
     if not isinstance(linear, QuantLinear):
         raise _refuse(f"{prefix}.{name}", type(linear).__name__, "QuantLinear")
-    if linear.plain is not None:
-        raise _refuse(f"{prefix}.{name}", "a layer without a kernel", "packed weights")
-    if linear.hadamard or linear.rank or linear.activation_bits == 4:
-        raise _refuse(f"{prefix}.{name}", "a Hadamard, a low rank or 4-bit activations", "a layer without")
+    _runs(f"{prefix}.{name}", linear)
     return linear
+
+
+def _runs(name: str, linear: QuantLinear) -> None:
+    if linear.plain is not None:
+        raise _refuse(name, "a layer without a kernel", "packed weights")
+    if linear.activation_bits == 4:
+        raise _refuse(name, "activations simulated in 4 bits", "activations of 8 bits, or float")
 
 
 def _norm(block: nn.Module, name: str, prefix: str, config: Any) -> Tensor | None:

@@ -6,7 +6,8 @@ Per linear of N outputs, K inputs, G groups:
   is ``w_zeros``; an odd K has one padding nibble of 0 at the end of a row. 8 bits int8 [N, K]; where there is
   ``w_zeros`` the same bytes are the unsigned codes.
 * ``w_scales`` float16 or float32 [N, G], of two-level scales the products, exactly (``reference.two_level``);
-  ``w_zeros`` uint8 [N, G]; ``perm`` int32 [K]; ``smooth`` [K];
+  ``w_zeros`` of 8-bit codes uint8 [N, G], of 4-bit codes uint8 [N, ceil(G / 2)], group 2j in the low nibble (a byte a
+  group, [N, G], is read too: the widths tell which); ``perm`` int32 [K]; ``smooth`` [K];
   ``proj_down`` [K, R] and ``proj_up`` [N, R]; ``bias`` [N]. Floats are float16 where that is exact, else float32.
 
 The file's metadata key ``lowbit`` is JSON: version, method, bits, group_size, rank, hadamard, base_sha256, and
@@ -62,9 +63,7 @@ def read(tensors: Mapping[str, Tensor], prefix: str, config: Mapping[str, Any]) 
     groups = shaped(prefix, "w_scales", scales, (n, None), "(N, G)")[1]
     group = _group(prefix, entry, k, groups)
     if zeros is not None:
-        shaped(prefix, "w_zeros", typed(prefix, "w_zeros", zeros, (torch.uint8,)), (n, groups), "(N, G)")
-        if bits == 4 and zeros.numel() and int(zeros.max()) > 15:
-            raise refuse(prefix, "w_zeros", int(zeros.max()), "0 .. 15")
+        zeros = _zeros(prefix, zeros, bits, n, groups)
     finite(prefix, "w_scales", scales)
     perm = _perm(tensors, prefix, k)
     smooth = _vector(tensors, prefix, "smooth", k)
@@ -122,6 +121,17 @@ def _group(prefix: str, entry: Mapping[str, Any], k: int, groups: int) -> int:
     return group
 
 
+def _zeros(prefix: str, stored: Tensor, bits: int, n: int, groups: int) -> Tensor:
+    """uint8 [N, G], from two groups a byte where 4-bit codes have them so."""
+    typed(prefix, "w_zeros", stored, (torch.uint8,))
+    if bits == 4 and groups > 1 and tuple(stored.shape) == (n, -(-groups // 2)):
+        return bitpack.unpack_bytes(stored, 4)[:, :groups].contiguous()
+    shaped(prefix, "w_zeros", stored, (n, groups), "(N, G)")
+    if bits == 4 and stored.numel() and int(stored.max()) > 15:
+        raise refuse(prefix, "w_zeros", int(stored.max()), "0 .. 15")
+    return stored
+
+
 def _perm(tensors: Mapping[str, Tensor], prefix: str, k: int) -> Tensor | None:
     perm = optional(tensors, prefix, "perm")
     if perm is None:
@@ -176,12 +186,12 @@ def write(q: QuantizedWeight, prefix: str) -> dict[str, Tensor]:
     if q.bits == 8:
         qweight = codes.view(torch.int8)
     else:
-        unsigned = codes.view(torch.uint8)
-        qweight = bitpack.pack_bytes(torch.nn.functional.pad(unsigned, (0, q.k % 2)), 4).contiguous()
+        qweight = _nibbles(codes.view(torch.uint8))
+    zeros = q.zeros if q.zeros is None or q.bits == 8 else _nibbles(q.zeros)
     tensors: dict[str, Tensor | None] = {
         "qweight": qweight,
         "w_scales": exact_half(q.scales),
-        "w_zeros": q.zeros,
+        "w_zeros": zeros,
         "perm": None if q.perm is None else q.perm.to(torch.int32),
         "smooth": None if q.smooth is None else exact_half(q.smooth),
         "proj_down": None if q.low_rank is None else exact_half(q.low_rank.down),
@@ -189,6 +199,11 @@ def write(q: QuantizedWeight, prefix: str) -> dict[str, Tensor]:
         "bias": q.bias,
     }
     return {join(prefix, suffix): tensor.contiguous() for suffix, tensor in tensors.items() if tensor is not None}
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    """uint8 [N, X] of 0 .. 15 -> [N, ceil(X / 2)], element 2j in the low nibble."""
+    return bitpack.pack_bytes(torch.nn.functional.pad(values, (0, values.shape[1] % 2)), 4).contiguous()
 
 
 def exact_half(tensor: Tensor) -> Tensor:

@@ -37,14 +37,19 @@ def _panels(t: Tensor) -> Tensor:
     return t.reshape(rows // PANEL, PANEL, *t.shape[1:])
 
 
+def _wider(t: Tensor, by: int) -> Tensor:
+    """Zeros after the last dimension. By none is no copy, which pad makes all the same: a sixth of loading a model."""
+    return pad(t, (0, by)) if by else t
+
+
 def pack(q: QuantizedWeight) -> Tensor:
     """-> uint8 [panels, G, code bytes + tail]; tail is 64 bytes with float16 scales, 128 with float32 ones."""
     middle = 1 << (q.bits - 1)
     codes = q.codes if q.zeros is not None else q.codes.view(torch.uint8) + middle  # modulo 256
     zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, middle, dtype=torch.uint8)
     group, groups = padded_group(q.group_size), q.groups
-    codes = pad(codes, (0, groups * q.group_size - q.k)).reshape(q.n, groups, q.group_size)
-    codes = _panels(pad(codes, (0, group - q.group_size)))  # [P, 16, G, padded]
+    codes = _wider(codes, groups * q.group_size - q.k).reshape(q.n, groups, q.group_size)
+    codes = _panels(_wider(codes, group - q.group_size))  # [P, 16, G, padded]
     if q.bits == 4:
         halves = codes.reshape(*codes.shape[:-1], group // 8, 2, 4)
         codes = halves[..., 0, :] | halves[..., 1, :] << 4
@@ -95,10 +100,10 @@ def unpack(
     return codes, scales, zeros
 
 
-def pack_half(weight: Tensor) -> Tensor:
-    """float16 [N, K] -> float16 [panels, K rounded up to 4, 16]."""
-    panels = _panels(pad(weight.to(torch.float16), (0, -weight.shape[1] % 4))).mT
-    return pages.empty(tuple(panels.shape), torch.float16).copy_(panels)
+def pack_half(weight: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """float16 [N, K] -> float16 [panels, K rounded up to 4, 16], or the same of another ``dtype``."""
+    panels = _panels(pad(weight.to(dtype), (0, -weight.shape[1] % 4))).mT
+    return pages.empty(tuple(panels.shape), dtype).copy_(panels)
 
 
 def unpack_half(packed: Tensor, n: int, k: int) -> Tensor:

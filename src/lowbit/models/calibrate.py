@@ -1,56 +1,34 @@
-"""Quantize a causal LM of transformers block by block: run, measure, quantize, replace, run on.
+"""Quantize a model block by block: run, measure, quantize, replace, run on.
 
 The inputs of a block are the outputs of the blocks before it *as quantized*. Only one block's statistics exist at a
-time, linears that read one tensor share one Hessian, and nothing records gradients.
+time, linears that read one tensor share one Hessian, and nothing records gradients. The weights of a block may come
+from a file and be let go again (``present``); then results are kept in the work directory alone.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from tqdm import tqdm
+from torch import Tensor, nn
 
 from ..quantize import BLOCK, InputStats, Method, Options, Recipe, Row, Scales, effective, quantize_linears, scheme_for
 from ..types import SCHEMES, Activation, FormatError, QuantizedWeight, Scheme
+from .blocks import Block, check_widths, evaluating, find_blocks
 from .calibration_inputs import TOKENS, WINDOW, Batch, Calibration, digest, read_calibration
+from .collect import collect
 from .overrides import activations_of
-from .recipes import is_linear, matches, recipe_for
-from .resume import Finished, WorkDirectory, weights_digest
-from .walk import Trace, capture, collect
-
-Progress = bool | Callable[[int, int, str], None]
-
-
-@dataclass
-class Report:
-    """What was done: one row per linear, in the order of the model."""
-
-    scheme: Scheme
-    method: str
-    rows: list[Row] = field(default_factory=list)
-    calibration_tokens: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        lines = [f"{'layer':44} {'method':12} {'damp':>6} {'tokens':>7} {'rtn err':>8} {'error':>8}  notes"]
-        for r in self.rows:
-            damp = "-" if r.damping is None else f"{r.damping:g}"
-            errors = f"{r.error_before:8.4f} {r.error_after:8.4f}"
-            lines.append(f"{r.name:44} {r.method:12} {damp:>6} {r.tokens:7} {errors}  {'; '.join(r.notes)}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as JSON takes it."""
-        return {**asdict(self), "rows": [r._asdict() for r in self.rows]}
+from .recipes import recipe_for
+from .report import Progress, Report, reporter
+from .resume import Finished, Stored, WorkDirectory, weights_digest
+from .walk import Present, Trace, Walk
 
 
 def quantize_model(
@@ -79,21 +57,26 @@ def quantize_model(
     resume_dir: str | Path | None = None,
     progress: Progress = True,
     seed: int = 0,
-) -> tuple[dict[str, QuantizedWeight], Report]:
+    present: Present | None = None,
+) -> tuple[Mapping[str, QuantizedWeight], Report]:
     """Quantize every nn.Linear of the model's blocks (less ``skip``) to 4 or 8 bits; names are the model's dotted names.
 
     The weights of the model are REPLACED in place by what the quantized ones stand for (in the model's dtype): it then
     computes as the quantized model does with float activations. Linears outside the block list are left alone.
 
-    ``calibration``: see ``read_calibration``; None is accepted with method "rtn" alone, which then has no channel
-    scales. ``inputs``: a block is measured on what the blocks before it give as "quantized" (two passes a block), or as
-    they were in "float" (one pass, so about two thirds of the time). ``blocks`` is the dotted path of the block list, else the family's (recipes.py). ``missing`` says what
-    becomes of a linear that saw no token: "rtn" rounds it to nearest with a warning, "error" refuses.
+    ``blocks`` is the dotted path of the block list, or of several with commas between them
+    ("encoder.layers,decoder.layers"); the model's own calls decide which comes first; None takes the family's
+    (recipes.py). ``calibration``: see ``read_calibration``; None is accepted with method "rtn" alone, which then has no
+    channel scales. ``inputs``: a block is measured on what the blocks before it give as "quantized" (two passes a block), or as
+    they were in "float" (one pass, so about two thirds of the time). ``missing`` says what becomes of a linear that saw
+    no token: "rtn" rounds it to nearest with a warning, "error" refuses.
     Method "svdquant" alone looks at ``rank`` (0, 16, 32, 64), ``recipe`` and ``hadamard``; see quantize/svdquant.py.
     ``scales`` "two-level" and "channel" are for INT8 tensor cores. ``overrides`` {name: "a4", "a8", "a8-token" or
     "a16"} chooses the activations of some linears (whole dotted names, beginnings or ends; the last match counts).
     ``resume_dir`` keeps finished blocks; a rerun from the same original model and settings ends in the same bytes.
     ``progress``: True draws a bar with an estimate, or a function (done, total, label).
+    ``present`` (block) is a context in which the weights of a block are in memory, elsewhere they may be on meta; what
+    comes back then reads one block at a time from ``resume_dir``, which it needs.
 
     FormatError, before any work: a width that the group size does not divide (all such layers are named), an empty
     calibration, an unknown scheme or method. Later: non-finite activations, with layer and sample.
@@ -110,8 +93,9 @@ def quantize_model(
     if inputs not in ("quantized", "float"):
         raise FormatError(f"inputs: found {inputs!r}, accepted are quantized, float")
     path = blocks or recipe_for(model).blocks
+    plan = find_blocks(model, path, skip)
     rotates = method == "svdquant" and recipe == "default" and hadamard
-    plan = _plan(model, path, skip, scheme_for(scheme, scales), BLOCK if rotates else 0)
+    check_widths(plan, scheme_for(scheme, scales), BLOCK if rotates else 0)
     chosen = activations_of([name for block in plan for name in block.linears], overrides or {})
     report = Report(scheme, method)
     if calibration is None:
@@ -136,102 +120,82 @@ def quantize_model(
         work = WorkDirectory(
             resume_dir, {**settings, "calibration": digest(batches), "missing": missing, "inputs": inputs}
         )
+    elif present is not None:
+        raise FormatError("resume_dir: found None, accepted with weights that stay on disk is a directory for results")
 
     finished: Finished = {}
-    with torch.no_grad(), _evaluating(model), _reporter(progress, len(plan)) as tell:
-        traces = capture(model, [b.module for b in plan], batches)
-        for step, index in _schedule(traces, len(plan)):
+    stored = None if present is None or work is None else Stored(work)
+    rows: dict[str, Row] = {}
+    biases: dict[str, Tensor | None] = {}
+    with torch.no_grad(), evaluating(model), reporter(progress, len(plan)) as tell:
+        steps = _steps(Walk(model, [b.module for b in plan], batches, present or nullcontext), len(plan))
+        for traces, step, index, last in steps:
             block = plan[index]
-            advanced = step is None or step + 1 == len(traces[0].calls)  # nothing comes after the last
-            if block.linears and not finished.keys() >= block.linears.keys():
-                part = work.load(index, block.linears) if work else None
-                if part is None:
-                    before = weights_digest(block.linears) if work else ""
-                    early = inputs == "float" and not advanced
-                    part = _quantize_block(block, traces, step, scheme, options, chosen, missing, seed, advance=early)
-                    advanced = advanced or early
-                    if work:
-                        work.save(index, before, part)
-                elif inputs == "float" and not advanced:
+            advanced = step is None or last  # nothing comes after the last
+            with (present or nullcontext)(block.module):
+                if block.linears and not rows.keys() >= block.linears.keys():
+                    part = work.load(index, block.linears) if work else None
+                    if part is None:
+                        before = weights_digest(block.linears) if work else ""
+                        early = inputs == "float" and not advanced
+                        part = _quantize_block(block, traces, step, scheme, options, chosen, missing, seed, early)
+                        advanced = advanced or early
+                        if work:
+                            work.save(index, before, part)
+                    elif inputs == "float" and not advanced:
+                        _advance(traces, block, step)
+                        advanced = True
+                    for name, linear in block.linears.items():
+                        rows[name] = part[name][1]
+                        biases[name] = None if linear.bias is None else linear.bias.detach().float().cpu().clone()
+                    if stored is None:
+                        finished |= part
+                    else:
+                        stored.add(index, block.linears)
+                    _put(block, part)
+                    tell(block.name)
+                elif stored is not None and block.linears:  # a block that comes again, read again from its file
+                    _put(block, stored.block(index))
+                if not advanced:
                     _advance(traces, block, step)
-                    advanced = True
-                for name, linear in block.linears.items():
-                    linear.weight.copy_(effective(part[name][0]))
-                finished |= part
-                tell(block.name)
-            if not advanced:
-                _advance(traces, block, step)
-    result = {}
-    for block in plan:
-        for name, linear in block.linears.items():
-            q, row = finished[name]
-            bias = None if linear.bias is None else linear.bias.detach().float().cpu().clone()
-            result[name] = q.with_(bias=bias)
-            report.rows.append(row)
+    report.rows += [rows[name] for block in plan for name in block.linears]
     report.seconds = time.monotonic() - started
-    return result, report
+    if stored is not None:
+        return stored.with_biases(biases), report
+    order = [name for block in plan for name in block.linears]
+    return {name: finished[name][0].with_(bias=biases[name]) for name in order}, report
 
 
-@dataclass(frozen=True)
-class _Block:
-    name: str
-    module: nn.Module
-    linears: dict[str, nn.Linear]  # by full dotted name; each module in one block only
+def _put(block: Block, part: Finished) -> None:
+    """Replace the weights of a block by what the quantized ones stand for."""
+    for name, linear in block.linears.items():
+        linear.weight.copy_(effective(part[name][0].to(linear.weight.device)))
 
 
-def _plan(model: nn.Module, path: str, skip: Sequence[str], scheme: Scheme, hadamard: int) -> list[_Block]:
-    """The blocks and their linears; refuses widths that the group or the Hadamard's block does not divide."""
-    try:
-        container = model.get_submodule(path)
-    except AttributeError as error:
-        raise FormatError(f"blocks: found no module {path!r} in {type(model).__name__}") from error
-    seen: set[int] = set()
-    plan: list[_Block] = []
-    for index, block in enumerate(container._modules.values()):  # children() would leave out one that comes twice
-        assert block is not None
-        linears: dict[str, nn.Linear] = {}
-        for local, module in block.named_modules():
-            name = f"{path}.{index}.{local}" if local else f"{path}.{index}"
-            if (
-                isinstance(module, nn.Linear)
-                and is_linear(module)
-                and id(module) not in seen
-                and not matches(name, skip)
-            ):
-                seen.add(id(module))
-                linears[name] = module
-        plan.append(_Block(f"{path}.{index}", block, linears))
-    if not seen:
-        raise FormatError(f"{path}: found no linear to quantize, accepted is a list of blocks with nn.Linear in them")
-    size = scheme.group_size
-    widths = [(n, m.in_features) for b in plan for n, m in b.linears.items()]
-    wrong = [f"{name} ({k})" for name, k in widths if size != -1 and k % size]
-    if wrong:
-        raise FormatError(
-            f"group_size: found {size}, which does not divide the width of {', '.join(wrong)}; accepted are divisors, or -1"
-        )
-    wrong = [f"{name} ({k})" for name, k in widths if hadamard and k % hadamard]
-    if wrong:
-        raise FormatError(
-            f"hadamard: found widths that {hadamard} does not divide: {', '.join(wrong)}; accepted is off"
-        )
-    return plan
+def _steps(walk: Walk, blocks: int) -> Iterator[tuple[list[Trace], int | None, int, bool]]:
+    """(traces, step, block, whether it is the last call) in the order the model calls them, then step None for blocks
+    that it never calls. Every trace must be advanced at each step but the last."""
+    called: set[int] = set()
+    traces: list[Trace] = []
+    while (run := walk.next_run()) is not None:
+        traces, length = run.traces, 0
+        for step, index in enumerate(run.order):
+            called.add(index)
+            length = step + 1
+            yield traces, step, index, not run.more and length == len(run.order)
+            if any(trace.diverged for trace in traces):
+                break
+        walk.close(run, length)
+    yield from ((traces, None, index, False) for index in range(blocks) if index not in called)
 
 
-def _schedule(traces: list[Trace], blocks: int) -> Iterator[tuple[int | None, int]]:
-    """(step, block) in the order the model calls them, then (None, block) for those it never calls."""
-    called = [call.block for call in traces[0].calls] if traces else []
-    yield from enumerate(called)
-    yield from ((None, index) for index in range(blocks) if index not in called)
-
-
-def _advance(traces: list[Trace], block: _Block, step: int | None) -> None:
+def _advance(traces: list[Trace], block: Block, step: int | None) -> None:
     for trace in traces:
         trace.advance(block.module, step or 0)
 
 
 def _quantize_block(
-    block: _Block,
+    block: Block,
     traces: list[Trace],
     step: int | None,
     scheme: Scheme,
@@ -275,32 +239,3 @@ def _quantize_block(
     finally:
         torch.set_num_threads(threads)
     return {name: done[name] for name in block.linears}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back as it was."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
-
-
-@contextmanager
-def _reporter(progress: Progress, total: int) -> Iterator[Callable[[str], None]]:
-    """What to call after each block."""
-    done = 0
-    with tqdm(total=total, unit="block", desc="quantizing", disable=progress is not True) as bar:
-
-        def tell(label: str) -> None:
-            nonlocal done
-            done += 1
-            bar.set_postfix_str(label)
-            bar.update()
-            if callable(progress):
-                progress(done, total, label)
-
-        yield tell

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..types import FormatError
+from .speech import Listener
 
 CHARACTERS_PER_TOKEN = 32  # how much text is read for a token that is wanted: enough to choose windows from
 Calibration = str | Path | Iterable[str] | Iterable[Tensor] | Iterable[Mapping[str, Any]]
@@ -23,13 +24,21 @@ TOKENS, WINDOW = 32768, 256  # what a run reads unless told otherwise
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model is called with once. ``mask`` [B, T] is False at padding; ``first`` numbers its first sample."""
+    """What the model is called with once. ``mask`` [B, T] is False at padding, ``decoder_mask`` the same of a decoder
+    beside an encoder; ``first`` numbers its first sample."""
 
     inputs: dict[str, Any]
     mask: Tensor | None
     first: int
     samples: int
     tokens: int
+    decoder_mask: Tensor | None = None
+
+    def mask_of(self, rows: int) -> Tensor | None:
+        """Which of ``rows`` rows are no padding, None for all. Where both masks have that size, what both say: a row too
+        few does less harm to statistics than one of padding."""
+        fitting = [m.reshape(-1) for m in (self.mask, self.decoder_mask) if m is not None and m.numel() == rows]
+        return None if not fitting else fitting[0] & fitting[-1]
 
 
 def read_calibration(
@@ -45,11 +54,15 @@ def read_calibration(
 
     * A path: a text file, or ``.jsonl`` with a field "text" a line. An iterable of strings. All become one stream of
       tokens, without special tokens, cut into windows, of which the seed chooses (all, where there are few enough).
+    * A path to ``.jsonl`` with fields "audio" and "text" a line, where ``tokenizer`` is a ``speech.Listener``: each line
+      is a batch of its own, and the tokens counted are those of the transcripts.
     * An iterable of integer tensors [T] or [B, T]: one sample a row, whole; equal lengths in a row share a batch.
     * An iterable of mappings: keyword arguments for the model, one batch each; a 2-D ``attention_mask`` is respected.
     """
     if tokens < 1 or window < 1:
         raise FormatError(f"calibration: found tokens {tokens}, window {window}; accepted are values > 0")
+    if isinstance(calibration, (str, Path)) and isinstance(tokenizer, Listener):
+        return _nonempty(_clips(tokenizer, Path(calibration), tokens))
     if isinstance(calibration, (str, Path)):
         texts = _file(Path(calibration), tokens * CHARACTERS_PER_TOKEN)
         return _nonempty(_batched(_windows(texts, tokenizer, tokens, window, seed), batch_tokens))
@@ -166,22 +179,35 @@ def _mappings(items: Iterable[Any], tokens: int) -> Iterator[Batch]:
         if not isinstance(item, Mapping):
             raise FormatError(f"calibration: found {type(item).__name__} among mappings")
         inputs = dict(item)
-        attention = inputs.get("attention_mask")
-        mask = attention.bool() if isinstance(attention, Tensor) and attention.ndim == 2 else None
-        main = next(
-            (cast(Tensor, inputs[k]) for k in ("input_ids", "inputs_embeds") if inputs.get(k) is not None), None
-        )
+        mask, decoder_mask = _mask(inputs, "attention_mask"), _mask(inputs, "decoder_attention_mask")
+        keys = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+        main = next((key for key in keys if inputs.get(key) is not None), None)
         if main is None:
             samples, count = 1, 1
         else:
-            samples, count = main.shape[0], int(mask.sum()) if mask is not None else main.shape[0] * main.shape[1]
+            shape, counted = inputs[main].shape, decoder_mask if main.startswith("decoder") else mask
+            samples, count = shape[0], int(counted.sum()) if counted is not None else shape[0] * shape[1]
         if count == 0:
             continue
-        yield Batch(inputs, mask, first, samples, count)
+        yield Batch(inputs, mask, first, samples, count, decoder_mask)
         first += samples
         tokens -= count
         if tokens <= 0:
             return
+
+
+def _clips(listener: Listener, path: Path, tokens: int) -> Iterator[Batch]:
+    for number, (inputs, mask) in enumerate(listener.inputs(path)):
+        count = inputs["decoder_input_ids"].numel()
+        yield Batch(inputs, mask, number, 1, count)
+        tokens -= count
+        if tokens <= 0:
+            return
+
+
+def _mask(inputs: Mapping[str, Any], key: str) -> Tensor | None:
+    found = inputs.get(key)
+    return found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
 
 
 def _nonempty(batches: Iterable[Batch]) -> list[Batch]:

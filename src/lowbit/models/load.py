@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,8 @@ def load(
     activation: str | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> PreTrainedModel:
-    """A causal LM of transformers from a directory (or a hub id that is already cached), its linears quantized.
+    """A causal LM or an encoder-decoder (Whisper) of transformers from a directory (or a hub id that is already cached),
+    its linears quantized.
 
     Reads GPTQ, AWQ, compressed-tensors, lowbit and plain weights. Quantized linears become QuantLinear, everything
     else is cast to ``dtype``; None leaves it as it is stored, mapped and not copied (for the native engine, which
@@ -48,6 +49,16 @@ def load(
     chosen = resolve_activation(activation)
     checkpoint = open_checkpoint(local_directory(path))
     model = build_empty(checkpoint.path, dtype or torch.float32)
+    complete(model, checkpoint, chosen, dtype)
+    generation_config(model, checkpoint.path)
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def complete(model: nn.Module, checkpoint: Checkpoint, chosen: Activation | None, dtype: torch.dtype | None) -> None:
+    """Fill a model that was built empty, as ``load`` promises. Of a model of transformers it asks the names of its
+    modules and parameters, ``get_expanded_tied_weights_keys`` and ``config.tie_word_embeddings``, no more."""
     plan = make_plan(model, checkpoint)
     for name in plan.layers:  # every refusal that needs no data comes first
         get_linear(model, name)
@@ -57,18 +68,14 @@ def load(
         replace(model, name, _quantized(model, plan, checkpoint, name, chosen, trim))
     for name in plan.halves:
         replace(model, name, QuantLinear.from_linear(_dense_linear(model, plan, checkpoint, name), "fp16"))
-    _fill(model, plan, checkpoint, dtype)
-    _tie(model, plan)
+    fill(model, plan, checkpoint, dtype)
+    tie(model, plan)
     _refuse_meta(model, checkpoint)
     model.requires_grad_(False)
     model.train(False)
-    _generation_config(model, checkpoint.path)
-    model.name_or_path = str(checkpoint.path)
-    model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256")}  # type: ignore[assignment]
-    if device is not None:
-        model.to(device)  # type: ignore[arg-type]
+    model.name_or_path = str(checkpoint.path)  # type: ignore[assignment]
+    model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256", "budget")}  # type: ignore[assignment]
     drop_clean_pages(checkpoint.path)
-    return model
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -139,8 +146,9 @@ class _EmptyOnMeta(TorchFunctionMode):
 def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of config.json with every parameter on meta and every non-persistent buffer computed.
 
-    ``quantization_config`` is dropped first, so transformers builds plain linears. Raises FormatError where the
-    config names no causal LM.
+    ``quantization_config`` is dropped first, so transformers builds plain linears. A causal LM where the config's type
+    has one; encoder-decoders and other models are built as ``architectures`` says. Raises FormatError where it can be
+    neither.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -153,7 +161,12 @@ def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             del part.quantization_config
     try:
         with _EmptyOnMeta(), quiet_transformers():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            named = _named_class(config)
+            model: PreTrainedModel = (
+                AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+                if named is None
+                else named._from_config(config, dtype=dtype)
+            )
     except (ValueError, KeyError, AttributeError) as error:
         raise FormatError(f"{path / 'config.json'}: {first_line(error)}") from error
     for module in model.modules():  # small parameters made by ones() or zeros() are placeholders as well
@@ -161,6 +174,20 @@ def build_empty(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             if parameter is not None and not parameter.is_meta:
                 module._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=False)
     return model
+
+
+def _named_class(config: Any) -> Any:
+    """The class that ``architectures`` names, for types that are not simply causal LMs; None for those."""
+    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+        return None
+    name = next(iter(config.architectures or ()), None)
+    found = getattr(transformers, str(name), None) if name and str(name).isidentifier() else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise ValueError(f"architectures: found {name!r}, accepted is the name of a model of transformers")
+    return found
 
 
 def first_line(error: BaseException) -> str:
@@ -222,10 +249,13 @@ def _dense_linear(model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: st
     return linear
 
 
-def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-    """Put the dense tensors in, one at a time; floating point ones in ``dtype`` (mapped still where it is theirs)."""
+def fill(
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dtype | None, leave: Collection[int] = ()
+) -> None:
+    """Put the dense tensors in, one at a time; floating point ones in ``dtype`` (mapped still where it is theirs).
+    Modules whose id is in ``leave`` get none."""
     for module_name, module in model.named_modules():
-        if isinstance(module, QuantLinear) or module_name in plan.halves:
+        if isinstance(module, QuantLinear) or module_name in plan.halves or id(module) in leave:
             continue
         prefix = f"{module_name}." if module_name else ""
         for table in (module._parameters, module._buffers):
@@ -238,7 +268,7 @@ def _fill(model: nn.Module, plan: Plan, checkpoint: Checkpoint, dtype: torch.dty
                 table[key] = nn.Parameter(data, requires_grad=False) if isinstance(old, nn.Parameter) else data
 
 
-def _tie(model: PreTrainedModel, plan: Plan) -> None:
+def tie(model: nn.Module, plan: Plan) -> None:
     """Share storage where the config ties and the file agrees; elsewhere say in the config that nothing is tied."""
     tied = tied_names(model)
     if not tied:
@@ -258,7 +288,7 @@ def _tie(model: PreTrainedModel, plan: Plan) -> None:
         setattr(model.get_submodule(parent), leaf, model.get_parameter(source))
 
 
-def untie(model: PreTrainedModel) -> None:
+def untie(model: nn.Module) -> None:
     """Say in every config of the model that the head is its own, so that ``tie_weights()`` leaves it alone."""
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -274,7 +304,7 @@ def _refuse_meta(model: nn.Module, checkpoint: Checkpoint) -> None:
         raise FormatError(f"{checkpoint.path}: found no data for {listed(left)}, accepted is a complete model")
 
 
-def _generation_config(model: PreTrainedModel, path: Path) -> None:
+def generation_config(model: PreTrainedModel, path: Path) -> None:
     from transformers import GenerationConfig
 
     if (path / "generation_config.json").is_file() and model.can_generate():

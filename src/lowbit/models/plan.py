@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,9 +12,6 @@ from lowbit.checkpoint import Checkpoint
 from lowbit.formats import FORMATS, Format, detect, quantized_layers
 from lowbit.models.replace import get_linear
 from lowbit.types import FormatError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Plan(NamedTuple):
@@ -81,7 +78,7 @@ def _rename(name: str, rule: tuple[str, str]) -> str:
     return new + name[len(old) :] if name.startswith(old) else name
 
 
-def check_names(model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint) -> None:
+def check_names(model: nn.Module, plan: Plan, checkpoint: Checkpoint) -> None:
     """Refuse missing and unexpected names and wrong shapes, from headers alone."""
     state = model.state_dict()
     quantized = {f"{name}.{part}" for name in plan.layers for part in ("weight", "bias")}
@@ -116,7 +113,7 @@ def listed(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
+def tied_names(model: Any) -> dict[str, str]:
     """{name: the name it shares storage with}, as config.json asks."""
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
 

@@ -13,9 +13,10 @@ from lowbit.types import FormatError
 class Recipe(NamedTuple):
     """How a family is laid out.
 
-    ``blocks`` is the dotted path of the block list. ``groups`` names the linears of one block, in the order they run;
+    ``blocks`` is the dotted path of the block list, or of several with commas between them. ``groups`` names the linears of one block, in the order they run;
     those in one group read the same input, so they share one Hessian and one channel scale. ``skip`` names linears
     (whole dotted names) that stay dense unless asked for.
+    Empty groups: every linear, and nothing is known of what they share.
     """
 
     blocks: str
@@ -47,41 +48,64 @@ RECIPES: dict[str, Recipe] = {  # key: config.model_type
 
 
 def recipe_for(model: nn.Module) -> Recipe:
-    """The row for a model: by ``model.config.model_type``, else guessed from its longest list of equal blocks.
+    """The row for a model: by ``model.config.model_type``, else guessed from its lists of blocks that hold linears.
 
-    A guessed row puts every linear in a group of its own, which is right for any model and only a little slower.
+    Of an encoder-decoder every list counts, in the order of the modules (the encoder first); of other models the
+    longest. A guessed row has no groups: which linears share an input is seen when the model runs.
     Raises FormatError where the model has no list of blocks that hold linears.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
     if kind in RECIPES:
         return RECIPES[kind]
-    best: tuple[int, str, tuple[str, ...]] = (0, "", ())
+    lists: dict[str, int] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > best[0]:
-            linears = tuple(name for name, child in module[0].named_modules() if is_linear(child))
-            if linears:
-                best = (len(module), path, linears)
-    if not best[1]:
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
+            if any(is_linear(child) for child in module.modules()):
+                lists[path] = len(module)
+    if not lists:
         raise FormatError(f"model type: found {kind!r} without a list of blocks, accepted are {', '.join(RECIPES)}")
-    return Recipe(best[1], tuple((name,) for name in best[2]))
+    every = getattr(config, "is_encoder_decoder", False)
+    return Recipe(",".join(lists) if every else max(lists, key=lambda path: lists[path]), (), (_head(model),))
+
+
+def _head(model: nn.Module) -> str:
+    """The dotted name of the output head, where transformers knows it."""
+    ask = getattr(model, "get_output_embeddings", None)
+    head = None if ask is None else ask()
+    return next((name for name, module in model.named_modules() if module is head), "lm_head")
+
+
+def block_lists(model: nn.Module, paths: str) -> list[tuple[str, nn.Module]]:
+    """The blocks of one list, or of several (dotted paths, commas between them), with their names, in order."""
+    found: list[tuple[str, nn.Module]] = []
+    for path in paths.split(","):
+        try:
+            container = model.get_submodule(path.strip())
+        except AttributeError as error:
+            raise FormatError(
+                f"blocks: found no module {path!r} in {type(model).__name__}, accepted are dotted paths of lists of blocks"
+            ) from error
+        # children() would leave out one that comes twice
+        found += [(f"{path.strip()}.{key}", block) for key, block in container._modules.items() if block is not None]
+    return found
 
 
 def blocks_of(model: nn.Module, recipe: Recipe) -> list[tuple[str, nn.Module]]:
     """The blocks of a model with their dotted names, in order."""
-    try:
-        blocks = model.get_submodule(recipe.blocks)
-    except AttributeError as error:
-        raise FormatError(f"{type(model).__name__}: found no module {recipe.blocks!r} (recipe.blocks)") from error
-    return [(f"{recipe.blocks}.{index}", block) for index, block in enumerate(blocks.children())]
+    return block_lists(model, recipe.blocks)
 
 
 def linear_names(model: nn.Module, recipe: Recipe, skip: Sequence[str] = ()) -> list[str]:
     """Dotted names of the linears to quantize: those of every block, less ``skip`` (whole or trailing dotted names)."""
-    names = []
+    names: list[str] = []
+    seen: set[int] = set()
     for prefix, block in blocks_of(model, recipe):
-        for local in recipe.linears:
-            if is_linear(_child(block, local)) and not matches(f"{prefix}.{local}", skip):
-                names.append(f"{prefix}.{local}")
+        for local in recipe.linears or [name for name, _ in block.named_modules()]:
+            module, name = _child(block, local), f"{prefix}.{local}" if local else prefix
+            if is_linear(module) and id(module) not in seen and not matches(name, skip):
+                seen.add(id(module))
+                names.append(name)
     return names
 
 

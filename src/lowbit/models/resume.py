@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,17 @@ class WorkDirectory:
         if not file.exists():
             return None
         with safe_open(file, framework="pt") as f:
-            meta = json.loads(f.metadata()["lowbit_block"])
-            if meta["weights"] != weights_digest(linears):
-                raise FormatError(
-                    f"{file}: weights: found another sha256 than the model's; start from the original model"
-                )
-            found: Finished = {}
+            weights = json.loads(f.metadata()["lowbit_block"])["weights"]
+        if weights != weights_digest(linears):
+            raise FormatError(f"{file}: weights: found another sha256 than the model's; start from the original model")
+        return self.read(index)
+
+    def read(self, index: int) -> Finished:
+        """Block ``index``, which was finished. Its tensors are mapped from the file."""
+        found: Finished = {}
+        with safe_open(self._file(index), framework="pt") as f:
             names = set(f.keys())
-            for entry in meta["rows"]:
+            for entry in json.loads(f.metadata()["lowbit_block"])["rows"]:
                 row = Row(**{**entry["row"], "notes": tuple(entry["row"]["notes"])})
                 tensors = {t: f.get_tensor(f"{row.name}.{t}") for t in _FIELDS if f"{row.name}.{t}" in names}
                 branch = [f.get_tensor(n) for t in ("down", "up") if (n := f"{row.name}.{t}") in names]
@@ -89,6 +92,38 @@ class WorkDirectory:
 
     def _file(self, index: int) -> Path:
         return self.path / f"block-{index:04d}.safetensors"
+
+
+class Stored(Mapping[str, QuantizedWeight]):
+    """Finished linears that stay in a work directory: name -> value, one block in memory at a time."""
+
+    def __init__(self, work: WorkDirectory) -> None:
+        self._work = work
+        self._where: dict[str, int] = {}
+        self._biases: Mapping[str, Tensor | None] = {}
+        self._held: tuple[int, Finished] = (-1, {})
+
+    def add(self, index: int, names: Mapping[str, Any]) -> None:
+        self._where |= dict.fromkeys(names, index)
+
+    def block(self, index: int) -> Finished:
+        """A whole block, without biases."""
+        if self._held[0] != index:
+            self._held = (index, self._work.read(index))
+        return self._held[1]
+
+    def with_biases(self, biases: Mapping[str, Tensor | None]) -> Stored:
+        self._biases = biases
+        return self
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        return self.block(self._where[name])[name][0].with_(bias=self._biases.get(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
 
 
 def weights_digest(linears: Mapping[str, nn.Linear]) -> str:

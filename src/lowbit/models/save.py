@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 SIDE_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja",
-    "chat_template.json", "generation_config.json",
+    "chat_template.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "normalizer.json",
 )  # fmt: skip
 
 
@@ -32,44 +33,74 @@ def save(model: PreTrainedModel, path: str | os.PathLike[str], dtype: torch.dtyp
     Quantized linears are written in the lowbit format, fp16 ones as plain float16. A dense float32 tensor is stored
     in 16 bits where those hold every value exactly, else as it is; ``dtype`` casts dense tensors instead, rounding.
     Tied tensors are written once. Every file is replaced atomically, the weights last. The tokenizer's files are
-    copied from the directory that the model was loaded from, where there is one.
+    copied from the directory that the model was loaded from, where there is one. A model that is none of transformers
+    gets a config.json with its quantization alone.
     Raises FormatError for a layer that the format cannot hold, naming it.
     """
-    out = Path(path)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    halves = [name for name, module in layers.items() if module.bits == 16]
-    for name in halves:
-        del layers[name]
-    made = getattr(model, "lowbit_made", {})
-    shells = {name: _shell(module) for name, module in layers.items()}
-    metadata: dict[str, Any] | None = None
-    config = dict(model.config.to_dict())
-    config.pop("quantization_config", None)
-    config.pop("_name_or_path", None)
-    if layers or halves:
-        rows = {name: lowbit.describe(shell) for name, shell in shells.items()}
-        rank = max((q.low_rank.down.shape[1] for q in shells.values() if q.low_rank is not None), default=0)
+    made: Mapping[str, Any] = getattr(model, "lowbit_made", {})
+    parts = Parts(
+        {name: module.to_quantized for name, module in layers.items() if module.bits != 16},
+        {name: _shell(module) for name, module in layers.items() if module.bits != 16},
+        {name: _half(module) for name, module in layers.items() if module.bits == 16},
+        lambda _, tensor: tensor,
+    )
+    write_model(model, Path(path), parts, made, dtype)
+
+
+class Parts(NamedTuple):
+    """Where the tensors of a checkpoint come from, one asked for at a time."""
+
+    layers: Mapping[str, Callable[[], QuantizedWeight]]  # quantized linears
+    shells: Mapping[str, QuantizedWeight]  # the same without data
+    halves: Mapping[str, Callable[[], tuple[Tensor, Tensor | None]]]  # float16 linears: weight and bias
+    read: Callable[[str, Tensor], Tensor]  # (name, what the model has there) -> a dense tensor
+
+
+def write_model(model: nn.Module, out: Path, parts: Parts, made: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """What ``save`` does, of a model whose tensors may lie anywhere. ``made``: method, base_sha256, budget, where known."""
+    config, metadata = dict(_config(model)), None
+    if parts.layers or parts.halves:
+        rows = {name: lowbit.describe(shell) for name, shell in parts.shells.items()}
+        rank = max((q.low_rank.down.shape[1] for q in parts.shells.values() if q.low_rank is not None), default=0)
         method, base = made.get("method") or "unknown", made.get("base_sha256")
         metadata = lowbit.metadata(rows, method, rank=rank, base_sha256=base)
-        if halves:
-            metadata["fp16_layers"] = halves
-        ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        config["quantization_config"] = config_for("lowbit", shells, ignored)
-        if not layers:
+        if parts.halves:
+            metadata["fp16_layers"] = list(parts.halves)
+        if made.get("budget"):
+            metadata["budget"] = made["budget"]
+        done = {*parts.layers, *parts.halves}
+        ignored = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in done]
+        config["quantization_config"] = config_for("lowbit", parts.shells, ignored)
+        if not parts.layers:
             config["quantization_config"] |= {"bits": 16, "group_size": -1, "activation": None}
     out.mkdir(parents=True, exist_ok=True)
     copy_side_files(_origin(model), out)
-    if getattr(model, "generation_config", None) is not None and model.can_generate():
-        _replace_text(out / "generation_config.json", model.generation_config.to_json_string(use_diff=True))
-    write_checkpoint(out, _tensors(model, layers, halves, dtype), config, metadata)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():  # type: ignore[operator]
+        _replace_text(out / "generation_config.json", generation.to_json_string(use_diff=True))
+    write_checkpoint(out, _tensors(model, parts, dtype), config, metadata)
 
 
-def _origin(model: PreTrainedModel) -> Path:
+def _config(model: nn.Module) -> Mapping[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    left_out = ("quantization_config", "_name_or_path")
+    return {key: value for key, value in config.to_dict().items() if key not in left_out}
+
+
+def _half(module: QuantLinear) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    return lambda: (module.dequantize().half(), module.bias)
+
+
+def _origin(model: nn.Module) -> Path:
     """The directory that the model came from, the cached one for a hub id; a path that is no directory where unknown."""
+    name = str(getattr(model, "name_or_path", ""))
     try:
-        return local_directory(str(model.name_or_path))
+        return local_directory(name)
     except FormatError:
-        return Path(str(model.name_or_path) or "unknown")
+        return Path(name or "unknown")
 
 
 def _shell(module: QuantLinear) -> QuantizedWeight:
@@ -98,29 +129,33 @@ def _shell(module: QuantLinear) -> QuantizedWeight:
     )
 
 
-def _tensors(
-    model: PreTrainedModel, layers: Mapping[str, QuantLinear], halves: list[str], dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module, parts: Parts, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the whole model, one layer unpacked at a time."""
     done: set[tuple[int, int]] = set()  # (storage, offset): tied tensors come once, under their first name
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        if module_name in layers:
-            yield from FORMATS["lowbit"].write(layers[module_name].to_quantized(), module_name).items()
+        if module_name in parts.layers:
+            yield from FORMATS["lowbit"].write(parts.layers[module_name](), module_name).items()
             continue
-        if isinstance(module, QuantLinear):
-            yield f"{prefix}weight", module.dequantize().half()
-            if module.bias is not None:
-                yield f"{prefix}bias", module.bias
+        if module_name in parts.halves:
+            weight, bias = parts.halves[module_name]()
+            yield f"{prefix}weight", weight
+            if bias is not None:
+                yield f"{prefix}bias", bias
             continue
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or key in module._non_persistent_buffers_set:
                 continue
-            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+            # a tensor on meta has no storage of its own, but it stays the same object
+            place = (
+                (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+                if not tensor.is_meta
+                else (id(tensor), -1)
+            )
             if place in done and tensor.numel():
                 continue
             done.add(place)
-            yield prefix + key, narrowed(tensor.detach(), dtype)
+            yield prefix + key, narrowed(parts.read(prefix + key, tensor).detach(), dtype)
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

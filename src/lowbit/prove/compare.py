@@ -46,6 +46,37 @@ def perplexity(
     left out unless it is the only one. ``progress`` is called with (windows done, windows in all).
     Raises FormatError where there are fewer than two tokens to score, or an argument is out of range.
     """
+    windows = windows_of(text, tokenizer, context=context, tokens=tokens, skip=skip)
+    began = time.perf_counter()
+    nll = []
+    for done, window in enumerate(windows):
+        if progress is not None:
+            progress(done, len(windows))
+        batch = window.to(model.device).reshape(1, -1)
+        nll.append(nll_of(model(input_ids=batch, use_cache=False).logits[0, :-1], batch[0, 1:]))
+    if progress is not None:
+        progress(len(windows), len(windows))
+    every = torch.cat(nll)
+    return Perplexity(
+        perplexity_of(every), float(every.mean()), every.numel(), len(windows), time.perf_counter() - began
+    )
+
+
+def perplexity_of(nll: Tensor) -> float:
+    """exp of the mean of [T]; inf where that is NaN or beyond a float."""
+    mean = float(nll.mean())
+    return math.exp(mean) if mean < 700 else math.inf  # NaN compares false
+
+
+def windows_of(
+    text: str | Sequence[int] | Tensor,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    context: int = 1024,
+    tokens: int | None = None,
+    skip: int = 0,
+) -> list[Tensor]:
+    """The windows that ``perplexity`` scores, int64 [context] each; it says how they are cut and what is refused."""
     if context < 2 or skip < 0 or (tokens is not None and tokens < 2):
         found = f"context {context}, skip {skip}, tokens {tokens}"
         raise FormatError(f"perplexity: found {found}, accepted are context >= 2, skip >= 0, tokens >= 2")
@@ -53,21 +84,7 @@ def perplexity(
     ids = ids[: max(ids.numel() // context * context, min(ids.numel(), context))]
     if ids.numel() < 2:
         raise FormatError(f"text: found {ids.numel()} tokens after skipping {skip}, accepted is at least 2")
-    began = time.perf_counter()
-    total, scored = 0.0, 0
-    windows = [ids[start : start + context] for start in range(0, ids.numel(), context)]
-    for done, window in enumerate(windows):
-        if progress is not None:
-            progress(done, len(windows))
-        batch = window.to(model.device).reshape(1, -1)
-        logits = model(input_ids=batch, use_cache=False).logits[0, :-1]
-        total += float(nll_of(logits, batch[0, 1:]).sum())
-        scored += window.numel() - 1
-    if progress is not None:
-        progress(len(windows), len(windows))
-    mean = total / scored
-    value = math.exp(mean) if mean < 700 else math.inf  # NaN compares false and so shows as inf
-    return Perplexity(value, mean, scored, len(windows), time.perf_counter() - began)
+    return [ids[start : start + context] for start in range(0, ids.numel(), context)]
 
 
 def nll_of(logits: Tensor, targets: Tensor, rows: int = 128) -> Tensor:
@@ -122,7 +139,7 @@ def layer_errors(
     """For every nn.Linear of ``reference`` that is something else in ``model``: |y - y_ref| / |y_ref|.
 
     x is Gaussian [rows, K], or, with ``ids``, what ``reference`` itself feeds the layer for those tokens (at most
-    ``rows`` rows). Both models must live on the same device; memory for x is one layer's at a time in the Gaussian
+    ``rows`` of them, evenly spread, the first one left out). Both models must live on the same device; memory for x is one layer's at a time in the Gaussian
     case and ``rows`` times the sum of K otherwise.
     """
     pairs = [
@@ -157,7 +174,10 @@ def _inputs(model: nn.Module, names: list[str], ids: Sequence[int] | Tensor, row
 
     def catcher(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            caught[name] = args[0].reshape(-1, args[0].shape[-1])[:rows].clone()
+            flat = args[0].reshape(-1, args[0].shape[-1])
+            first = min(1, flat.shape[0] - 1)  # the first token's input is so large in some layers that it would be all
+            spread = torch.linspace(first, flat.shape[0] - 1, min(rows, flat.shape[0] - first)).round().long()
+            caught[name] = flat[spread.to(flat.device)].clone()
 
         return catch
 

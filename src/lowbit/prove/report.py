@@ -9,16 +9,17 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from lowbit.prove import svg
+
 WIDTH, HEIGHT = 880, 400  # of a plot, CSS pixels
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 48  # margins around its frame
 LEGEND = 136  # beside the frame, so that no mark is under it
-COLOURS = ("#1f5fa8", "#c4541a", "#2e7d4f", "#7a3e9d", "#9a7400", "#b3264a", "#3b7f8c", "#555555")  # dark on white
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 60rem; margin: 2rem auto;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 66rem; margin: 2rem auto;
        padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid #d4d4d4; text-align: right; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: .92rem; display: block; overflow-x: auto; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid #d4d4d4; text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid #1b1b1b; font-weight: 600; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; overflow-x: auto; }
@@ -65,7 +66,7 @@ def plot(
     y_from: float | None = None,
     y_log: bool = False,
 ) -> str:
-    """An SVG scatter plot of named series, one colour each, with a legend where there are two or more.
+    """An SVG scatter plot, which can stand in a file of its own, of named series, one colour each, with a legend where there are two or more.
 
     ``x_from`` and ``y_from`` are taken into the axis (0 shows sizes in proportion). Points that are not finite, or not
     positive on a logarithmic axis, are left out and counted in the plot. No points at all gives an empty frame.
@@ -83,39 +84,50 @@ def plot(
     def py(value: float) -> float:
         return TOP + (1 - y_axis.at(value)) * inner_h
 
-    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    out = [f'<svg {box} role="img" aria-label="{escape(y_label)} against {escape(x_label)}">']
+    out: list[str] = []
     for tick in _ticks(x_axis):
-        out.append(_line(px(tick), TOP, px(tick), TOP + inner_h, "#e6e6e6"))
-        out.append(_text(px(tick), TOP + inner_h + 16, _number(tick), "middle"))
+        out.append(svg.line(px(tick), TOP, px(tick), TOP + inner_h, "#e6e6e6"))
+        out.append(svg.text(px(tick), TOP + inner_h + 16, svg.number(tick), "middle"))
     for tick in _ticks(y_axis):
-        out.append(_line(LEFT, py(tick), LEFT + inner_w, py(tick), "#e6e6e6"))
-        out.append(_text(LEFT - 6, py(tick) + 4, _number(tick), "end"))
+        out.append(svg.line(LEFT, py(tick), LEFT + inner_w, py(tick), "#e6e6e6"))
+        out.append(svg.text(LEFT - 6, py(tick) + 4, svg.number(tick), "end"))
     out.append(f'<rect x="{LEFT}" y="{TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#888"/>')
-    out.append(_text(LEFT + inner_w / 2, HEIGHT - 8, x_label, "middle"))
+    out.append(svg.text(LEFT + inner_w / 2, HEIGHT - 8, x_label, "middle"))
     out.append(
         f'<text transform="translate(14 {TOP + inner_h / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
     )
+    taken = [(px(p.x) - 5, py(p.y) - 5, px(p.x) + 5, py(p.y) + 5) for p in shown]
     for index, (name, points) in enumerate(series.items()):
-        colour = COLOURS[index % len(COLOURS)]
+        colour = svg.COLOURS[index % len(svg.COLOURS)]
         for point in points:
             if point not in shown:
                 continue
             x, y = px(point.x), py(point.y)
-            title = escape(f"{point.label or name}: {_number(point.x)}, {_number(point.y)}")
+            title = escape(f"{point.label or name}: {svg.number(point.x)}, {svg.number(point.y)}")
             out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" fill-opacity="0.8">')
             out.append(f"<title>{title}</title></circle>")
             if point.label:
-                end = x > LEFT + 0.7 * inner_w
-                out.append(_text(x - 8 if end else x + 8, y - 8, point.label, "end" if end else "start"))
+                out += _label(x, y, point.label, taken, LEFT + inner_w)
         if len(series) > 1:
             row = TOP + 14 + 16 * index
             out.append(f'<circle cx="{LEFT + inner_w + 20}" cy="{row - 4}" r="4" fill="{colour}"/>')
-            out.append(_text(LEFT + inner_w + 30, row, name, "start"))
+            out.append(svg.text(LEFT + inner_w + 30, row, name, "start"))
     if len(shown) < len(every):
-        out.append(_text(LEFT + 6, TOP + 14, f"{len(every) - len(shown)} points not shown", "start"))
-    out.append("</svg>")
-    return "\n".join(out)
+        out.append(svg.text(LEFT + 6, TOP + 14, f"{len(every) - len(shown)} points not shown", "start"))
+    return svg.alone(WIDTH, HEIGHT, f"{y_label} against {x_label}", out)
+
+
+def _label(x: float, y: float, words: str, taken: list[tuple[float, float, float, float]], right: float) -> list[str]:
+    """The label of a mark where it covers no mark and no label; nothing where all places are taken (the tip has it)."""
+    width = svg.LETTER * len(words)
+    for start in (x + 8, x - 8 - width):
+        for dy in (4, -8, 18):
+            frame = (start, y + dy - 11, start + width, y + dy + 3)
+            free = all(frame[2] < a or c < frame[0] or frame[3] < b or d < frame[1] for a, b, c, d in taken)
+            if free and start >= LEFT and frame[2] <= right and frame[1] >= TOP and frame[3] <= HEIGHT - BOTTOM:
+                taken.append(frame)
+                return [svg.text(start, y + dy, words)]
+    return []
 
 
 def bars(panels: Sequence[tuple[str, Sequence[Bar]]], what: str) -> str:
@@ -128,28 +140,28 @@ def bars(panels: Sequence[tuple[str, Sequence[Bar]]], what: str) -> str:
         raise ValueError(f"bars: found {wrong[0].value} for {wrong[0].label!r}, accepted is a finite number from 0 on")
     labels = [bar.label for _, row in panels for bar in row]
     notes = [bar.note for _, row in panels for bar in row]
-    left = 16 + 6.6 * max(map(len, labels), default=0)  # 12 px letters are narrower on average
-    room = max(WIDTH - left - 16 - 6.6 * max(map(len, notes), default=0), 120)
-    y, out = 24.0, [_text(8, 18, what, "start")]
+    left = 16 + svg.LETTER * max(map(len, labels), default=0)  # 12 px letters are narrower on average
+    room = max(WIDTH - left - 16 - svg.LETTER * max(map(len, notes), default=0), 120)
+    y, out = 24.0, [svg.text(8, 18, what, "start")]
     for title, row in panels:
         y += 26
-        out.append(f'<text x="8" y="{y:.0f}" font-weight="600">{escape(title)}</text>')
+        out.append(svg.text(8, y, title, more=svg.BOLD))
         y += 8
         longest = max((bar.value for bar in row), default=0.0) or 1.0
         for bar in row:
             length = room * bar.value / longest
             place = f'x="{left:.1f}" y="{y:.0f}" width="{length:.1f}" height="14"'
-            tip = f"{bar.label}: {_number(bar.value)}; {bar.note}" if bar.note else f"{bar.label}: {_number(bar.value)}"
-            out.append(_text(left - 6, y + 12, bar.label, "end"))
-            out.append(f'<rect class="bar" {place} fill="{COLOURS[0] if bar.ours else "#9aa3ad"}">')
+            tip = (
+                f"{bar.label}: {svg.number(bar.value)}; {bar.note}"
+                if bar.note
+                else f"{bar.label}: {svg.number(bar.value)}"
+            )
+            out.append(svg.text(left - 6, y + 12, bar.label, "end"))
+            out.append(f'<rect class="bar" {place} fill="{svg.COLOURS[0] if bar.ours else svg.GREY}">')
             out.append(f"<title>{escape(tip)}</title></rect>")
-            out.append(_text(left + length + 6, y + 12, bar.note, "start"))
+            out.append(svg.text(left + length + 6, y + 12, bar.note, "start"))
             y += 20
-    height = round(y + 12)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    font = 'font-family="system-ui, sans-serif" font-size="12"'
-    ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
-    return "\n".join([f'{head} role="img" aria-label="{escape(what)}" {font}>', ground, *out, "</svg>"]) + "\n"
+    return svg.alone(WIDTH, round(y + 12), what, out)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -163,9 +175,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
-def figure(svg: str, caption: str) -> str:
+def figure(drawing: str, caption: str) -> str:
     """A plot and what it shows, in words."""
-    return f"<figure>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
+    return f"<figure>\n{drawing}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
 
 
 def paragraph(text: str) -> str:
@@ -214,15 +226,3 @@ def _ticks(axis: _Axis) -> list[float]:
     first = math.ceil(axis.low / step - 1e-9)
     last = math.floor(axis.high / step + 1e-9)
     return [step * i for i in range(first, last + 1)]
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

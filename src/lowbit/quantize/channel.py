@@ -40,13 +40,14 @@ def channel_scales(weight: Tensor, sample: Tensor, rms: Tensor, absmax: Tensor, 
     size = float(target.square().sum())
     plain = best = _loss(w, x, None, target, scheme)
     chosen: tuple[Tensor | None, str] = (None, "none")
+    rms, absmax = rms.to(w.device), absmax.to(w.device)
     candidates = [(f"rms^{a:g}", floored(rms) ** a) for a in RMS_POWERS]
     if scheme.activation.granularity == "token":
-        largest = floored(w.abs().amax(1).cpu())
+        largest = floored(w.abs().amax(1))
         candidates += [(f"range^{a:g}", floored(absmax) ** a / largest ** (1 - a)) for a in RANGE_POWERS]
     for rule, raw in candidates:
         s = normalise(raw)
-        loss = _loss(w, x, s.float().to(w.device), target, scheme)
+        loss = _loss(w, x, s.float(), target, scheme)
         if loss < best:
             best, chosen = loss, (s, rule)
     scale = 1 / size if size > 0 else 0.0

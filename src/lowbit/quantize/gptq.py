@@ -103,7 +103,7 @@ def solve(
             None,
             tried,
             output_error(w, plain, h),
-            torch.ones(n, dtype=torch.bool),
+            torch.ones(n, dtype=torch.bool, device=w.device),
         )
     group_size = scheme.group_of(k)
     grid = grid_for(w, scheme, group_size)
@@ -116,9 +116,9 @@ def solve(
     # The loss is the error under the damped Hessian, so never below the error under H: most rows need no second look.
     plain_error = output_error(w, plain, h)
     doubtful = (loss * (1 + 1e-3) >= plain_error).nonzero()[:, 0]
-    worse = torch.zeros(n, dtype=torch.bool)
-    found = output_error(w[doubtful], take(solved, doubtful.cpu()), h)
-    worse[doubtful.cpu()] = (found > plain_error[doubtful]).cpu()
+    worse = torch.zeros(n, dtype=torch.bool, device=w.device)
+    found = output_error(w[doubtful], take(solved, doubtful), h)
+    worse[doubtful] = found > plain_error[doubtful]
     if rows := int(worse.sum()):
         pick = worse[:, None]
         solved = solved.with_(

@@ -62,6 +62,8 @@ class Row(NamedTuple):
     error_before: float  # plain round-to-nearest
     error_after: float
     notes: tuple[str, ...] = ()
+    rank: int = 0  # of the low-rank branch
+    clip: float | None = None  # of the largest entry, where the scales of 4-bit activations are taken; None: not 4 bits
 
 
 def quantize_linears(
@@ -73,18 +75,27 @@ def quantize_linears(
 ) -> dict[str, tuple[QuantizedWeight, Row]]:
     """Quantize weights {name: [N_i, K]} that read the same input, measured in ``stats``.
 
-    ``activations`` {name: how its input is rounded} overrides the scheme's.
+    ``activations`` {name: how its input is rounded} overrides the scheme's. The work is done on the device of the
+    weights; what comes back is on the CPU.
 
     Without statistics, or where no token was seen, every weight is rounded to nearest. Where GPTQ would be worse than
     plain round-to-nearest in ||X (W - Wq)|| the layer is rounded to nearest, and its row says so. (With one activation
     scale a token, channel scales pay on the activation's side: there only GPTQ's own row-by-row comparison is made.)
     """
     if options.method == "svdquant":
-        return _with_branch(weights, stats, scheme, options, activations or {})
-    done = _without_branch(weights, stats, scheme, options)
-    for name, activation in (activations or {}).items():
-        done[name] = (done[name][0].with_(activation=activation), done[name][1])
-    return done
+        done = _with_branch(weights, stats, scheme, options, activations or {})
+    else:
+        done = _without_branch(weights, stats, scheme, options)
+        for name, activation in (activations or {}).items():
+            done[name] = (done[name][0].with_(activation=activation), done[name][1])
+    return {name: (q.to("cpu"), _with_parts(row, q)) for name, (q, row) in done.items()}
+
+
+def _with_parts(row: Row, q: QuantizedWeight) -> Row:
+    """The row of a linear with what its weight has: rank and clip."""
+    four = q.activation is not None and q.activation.bits == 4
+    rank = 0 if q.low_rank is None else q.low_rank.down.shape[1]
+    return row._replace(rank=rank, clip=q.activation.clip if q.activation is not None and four else None)
 
 
 def _without_branch(
@@ -111,8 +122,8 @@ def _without_branch(
     plain = rtn(joined, scheme, options.scales)
     hessian = stats.hessian().to(joined.device) if options.method == "gptq" else None
     damping: float | None = None
-    kept = torch.zeros(joined.shape[0], dtype=torch.bool)
-    bound = plain_error = torch.zeros(joined.shape[0])
+    kept = torch.zeros(joined.shape[0], dtype=torch.bool, device=joined.device)
+    bound = plain_error = torch.zeros(joined.shape[0], device=joined.device)
     method: str = options.method
     if hessian is not None:
         inside = hessian if s is None else hessian / (s[:, None] * s[None, :])
@@ -200,7 +211,6 @@ def _with_branch(
         q = s.weight.with_(activation=activation)
         own = ["saw no token: quantized for white inputs"] if blind else []
         own += [f"smoothing {found.rule}"] if not blind and default and options.channel_scales else []
-        own += [f"activations clipped at {activation.clip:g}"] if activation.clip != 1 else []
         own += [f"rank {s.rank} of {options.rank}, all that the shape has"] if s.rank < options.rank else []
         own += ["damping tried: " + ", ".join(f"{d:g}" for d in s.tried)] if len(s.tried) > 1 else []
         own += [f"{s.kept} of {w.shape[0]} rows kept at round-to-nearest, where GPTQ was worse"] if s.kept else []
@@ -211,8 +221,7 @@ def _with_branch(
             plain = rtn(w, scheme, options.scales).with_(activation=activation._replace(clip=1.0))
             want = sample @ w.T
             before, after = (
-                reference.error(reference.linear(sample.cpu(), c), want.cpu()) if bool(want.any()) else 0.0
-                for c in (plain, q)
+                reference.error(reference.linear(sample, c), want) if bool(want.any()) else 0.0 for c in (plain, q)
             )
             if after > before:
                 q, label, after = plain, "rtn", before

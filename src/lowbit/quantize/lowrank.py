@@ -115,4 +115,4 @@ def stored(factors: Factors, rank: int) -> LowRank:
     sizes = [t.norm(dim=0)[: down.shape[1]][live] / max(t.shape[0], 1) ** 0.5 for t in both]
     fits = all(bool((t.abs() < 65504).all()) for t in both) and all(bool((s > 2.0**-12).all()) for s in sizes)
     half = [t.half() if fits else t for t in both]
-    return LowRank(half[0].cpu(), half[1].cpu())
+    return LowRank(half[0], half[1])

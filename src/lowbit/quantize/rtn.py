@@ -44,11 +44,11 @@ def take(q: QuantizedWeight, rows: slice | Tensor) -> QuantizedWeight:
 
 
 def build(codes: Tensor, fits: list[Fit], grid: Grid, group_size: int, scheme: Scheme) -> QuantizedWeight:
-    """Codes [K, N] in any dtype and the fit of each group -> the value that travels, on the CPU."""
+    """Codes [K, N] in any dtype and the fit of each group -> the value that travels, on their device."""
     return QuantizedWeight(
-        codes=codes.T.contiguous().to(torch.int8 if grid.symmetric else torch.uint8).cpu(),
-        scales=torch.stack([f.scale for f in fits], 1).to(grid.dtype).cpu(),
-        zeros=None if grid.symmetric else torch.stack([f.zero for f in fits], 1).to(torch.uint8).cpu(),
+        codes=codes.T.contiguous().to(torch.int8 if grid.symmetric else torch.uint8),
+        scales=torch.stack([f.scale for f in fits], 1).to(grid.dtype),
+        zeros=None if grid.symmetric else torch.stack([f.zero for f in fits], 1).to(torch.uint8),
         group_size=group_size,
         bits=grid.bits,
         activation=scheme.activation,

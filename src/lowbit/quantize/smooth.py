@@ -61,12 +61,13 @@ def smoothing(
 
     plain = best = loss(None)
     chosen: tuple[Tensor | None, str] = (None, "none")
-    largest = floored(torch.stack([w.abs().amax(0) for w in parts]).amax(0).cpu())
+    rms, absmax = rms.to(x.device), absmax.to(x.device)
+    largest = floored(torch.stack([w.abs().amax(0) for w in parts]).amax(0))
     candidates = [(f"range^{a:g}", floored(absmax) ** a / largest ** (1 - a)) for a in RANGE_POWERS]
     candidates += [(f"rms^{a:g}", floored(rms) ** a) for a in RMS_POWERS]
     for rule, raw in candidates:
         s = normalise(raw)
-        found = loss(s.float().to(x.device))
+        found = loss(s.float())
         if found < best:
             best, chosen = found, (s, rule)
     scale = 1 / size if size > 0 else 0.0

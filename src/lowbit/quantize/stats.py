@@ -28,6 +28,8 @@ class InputStats:
     """Streaming statistics of the inputs [..., K] of one linear, or of several that read the same tensor.
 
     ``hessian`` False keeps absmax, rms and the sample only. ``rows`` bounds the sample; ``seed`` makes it reproducible.
+    Everything stays on the device of the first rows; which rows are drawn is decided on the CPU, so it is the same
+    everywhere.
     """
 
     def __init__(self, k: int, *, hessian: bool = True, rows: int = 256, seed: int = 0) -> None:
@@ -37,11 +39,19 @@ class InputStats:
         self._generator = torch.Generator().manual_seed(seed)
         self._pending: list[Tensor] = []  # fewer than _CHUNK rows, float32
         self._waiting = 0
-        self._sum: Tensor | None = torch.zeros(k, k, dtype=torch.float64) if hessian else None  # lower panels only
-        self._squares = torch.zeros(k, dtype=torch.float64)
-        self._absmax = torch.zeros(k)
+        self._hessian = hessian
         self._keys = torch.empty(0)
-        self._sample = torch.empty(0, k)
+        self._sum: Tensor | None
+        self._place(torch.device("cpu"))
+
+    def _place(self, device: torch.device) -> None:
+        k = self.k
+        self._sum = (
+            torch.zeros(k, k, dtype=torch.float64, device=device) if self._hessian else None
+        )  # lower panels only
+        self._squares = torch.zeros(k, dtype=torch.float64, device=device)
+        self._absmax = torch.zeros(k, device=device)
+        self._sample = torch.empty(0, k, device=device)
 
     def add(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Count the rows of x [..., K], any float dtype; ``mask`` [...] is False at padding. NonFinite on NaN or Inf."""
@@ -61,6 +71,9 @@ class InputStats:
         if not bool(torch.isfinite(total)) and not bool(torch.isfinite(rows).all()):
             row, channel = (int(i) for i in (~torch.isfinite(rows)).nonzero()[0])
             raise NonFinite(int(kept[row]) if kept is not None else row, channel, float(rows[row, channel]))
+        if not self.tokens and rows.device != self._absmax.device:
+            self._place(rows.device)
+        rows = rows.to(self._absmax.device)
         self.tokens += rows.shape[0]
         while self._waiting + rows.shape[0] >= _CHUNK:
             take = _CHUNK - self._waiting
@@ -71,7 +84,7 @@ class InputStats:
             self._waiting += rows.shape[0]
 
     def hessian(self) -> Tensor:
-        """Σ x xᵀ / tokens, float32 [K, K] on the CPU, symmetric to the bit. Zero where no token was seen."""
+        """Σ x xᵀ / tokens, float32 [K, K], symmetric to the bit. Zero where no token was seen."""
         self._flush()
         if self._sum is None:
             raise ValueError("these statistics were made without a Hessian")
@@ -100,15 +113,15 @@ class InputStats:
 
     def _reduce(self, x: Tensor) -> None:
         """Take one chunk [rows, K] float32 into the sums."""
-        largest = x.abs().amax(0).cpu()
+        largest = x.abs().amax(0)
         self._absmax = torch.maximum(self._absmax, largest)
         exact = x.double() if float(largest.max()) > _WIDE else x
         if self._sum is None:
-            self._squares += exact.double().square().sum(0).cpu()
+            self._squares += exact.double().square().sum(0)
         else:
             for i in range(0, self.k, _PANEL):
                 end = min(i + _PANEL, self.k)
-                self._sum[i:end, :end] += (exact[:, i:end].T @ exact[:, :end]).cpu()
+                self._sum[i:end, :end] += exact[:, i:end].T @ exact[:, :end]
             self._squares = self._sum.diagonal().clone()
         keys = torch.rand(x.shape[0], generator=self._generator)
         if self._keys.numel() >= self._rows > 0:
@@ -116,6 +129,6 @@ class InputStats:
         else:
             better = torch.arange(x.shape[0])
         keys = torch.cat([self._keys, keys[better]])
-        sample = torch.cat([self._sample, x[better.to(x.device)].cpu()])
+        sample = torch.cat([self._sample, x[better.to(x.device)]])
         order = keys.argsort(stable=True)[: self._rows]
-        self._keys, self._sample = keys[order], sample[order]
+        self._keys, self._sample = keys[order], sample[order.to(x.device)]

@@ -86,7 +86,7 @@ def svdquant(
             joined - torch.cat([f.product() for f in low]), h, scheme,
             act_order=act_order, clip=clip, damp=damp, scales=scales, prepared=ready,
         )  # fmt: skip
-        return found.weight, list(torch.split(joined - dequantize(found.weight).to(joined.device), sizes)), found.kept
+        return found.weight, list(torch.split(joined - dequantize(found.weight), sizes)), found.kept
 
     best: list[tuple[float, QuantizedWeight, Factors] | None] = [None] * len(parts)
     errors: list[list[float]] = [[] for _ in parts]
@@ -129,8 +129,8 @@ def svdquant(
     for w, found, error, rows in zip(parts, best, errors, stayed, strict=True):
         assert found is not None
         _, q, f = found
-        branch = LowRank(*(t.half().cpu() if _is_half(f) else t.cpu() for t in f)) if rank else None
-        own = None if smooth is None else smooth.detach().cpu().clone()  # a file holds no shared tensors
+        branch = LowRank(*(t.half() if _is_half(f) else t for t in f)) if rank else None
+        own = None if smooth is None else smooth.detach().clone()  # a file holds no shared tensors
         q = q.with_(smooth=own, hadamard=hadamard, low_rank=branch, activation=scheme.activation)
         done.append(Solved(q, min(rank, *w.shape), tuple(error), rows, ready.damping, ready.tried))
     return done
@@ -147,7 +147,7 @@ def check(rank: int, recipe: str) -> None:
 def _rounded(factors: Factors, rank: int) -> Factors:
     """The factors as stored, so that the next GPTQ pass and the error see what the layer will compute."""
     low = stored(factors, rank)
-    return Factors(low.down.float().to(factors.down.device), low.up.float().to(factors.up.device))
+    return Factors(low.down.float(), low.up.float())
 
 
 def _is_half(factors: Factors) -> bool:

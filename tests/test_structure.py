@@ -18,7 +18,7 @@ from lowbit.layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[1]
 # (folder, ending) -> lines that are a habit; more is reported, not refused
-HABITS = {("src", ".py"): 300, ("csrc", ".h"): 420, ("csrc", ".cpp"): 420}
+HABITS = {("src", ".py"): 300, ("csrc", ".h"): 420, ("csrc", ".cpp"): 420, ("csrc", ".cu"): 420, ("csrc", ".cuh"): 420}
 LAYERS = (
     ("cli",), ("bench",), ("prove",), ("engines",), ("models", "functional"), ("nn",), ("cuda",), ("dispatch",),
     ("formats", "quantize", "layouts", "ops_cuda", "checkpoint"), ("ops",), ("reference",), ("types",),
@@ -142,7 +142,8 @@ def test_imports_flow_down() -> None:
 
 
 def test_kernels_never_include_torch() -> None:
-    native = [f for ending in ("*.h", "*.cpp") for f in (ROOT / "csrc" / "cpu").rglob(ending)]
+    folders, endings = ("cpu", "cuda"), ("*.h", "*.cpp", "*.cuh", "*.cu")
+    native = [f for folder in folders for ending in endings for f in (ROOT / "csrc" / folder).rglob(ending)]
     assert native
     assert [f.name for f in native if re.search(r"#include\s*[<\"](torch|ATen|c10)", f.read_text())] == []
 

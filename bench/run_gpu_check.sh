@@ -12,6 +12,6 @@ part 40 overlap
 part 60 module
 part 120 speed chain
 part 60 peers
-# racecheck does not follow the copy engine's barriers and reports them; memcheck does.
+# racecheck reports the copy engine's writes against reads behind mbarriers; not examined yet, so not here (docs/cuda.md).
 echo "== memcheck"
 timeout 60 compute-sanitizer --tool memcheck --error-exitcode 9 python3 bench/gpu_check.py small 2>&1 | tail -8

@@ -140,7 +140,7 @@ def run(out: Path, threads: int, fresh: bool, line: Line) -> dict[str, Any]:
     ids = assets.token_ids(source, assets.text("wiki"), SKIP, TOKENS)
     prompt = ids[:PREFILL]
 
-    line.next("quantizing 210 linears to W4A8, groups of 64 (gptq with channel scales, calibrated on c4)")
+    line.next("quantizing 210 linears to W4A8, groups of 64 (behind smoothing and a Hadamard, calibrated on c4)")
     package = package_directory("lowbit")
     made_by = fingerprint([source / "config.json", *(package / "quantize").rglob("*.py"), HERE / "worker.py"])
     layers = out / "layers.json"
@@ -154,7 +154,7 @@ def run(out: Path, threads: int, fresh: bool, line: Line) -> dict[str, Any]:
             text=str(calibration),
             tokens=CALIBRATION,
             scheme="w4a8",
-            method="gptq",
+            method="svdquant",
         )
         worker.close()
         shutil.rmtree(f"{folder}.blocks", ignore_errors=True)

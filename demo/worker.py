@@ -65,6 +65,8 @@ class Worker:
             text if method != "rtn" else None,
             tokenizer=AutoTokenizer.from_pretrained(source),
             group_size=64,
+            symmetric=True,
+            rank=0,  # smoothing and Hadamard, no low rank
             tokens=tokens,
             progress=self.tell,
         )

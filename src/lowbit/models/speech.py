@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ..types import FormatError
 
+SILENCE = 4  # one of so many silent positions is counted
+
 
 @dataclass(frozen=True)
 class Line:
@@ -161,11 +163,13 @@ class Listener:
         return {"input_features": self.features(line), "decoder_input_ids": ids}
 
     def heard(self, line: Line) -> Tensor:
-        """bool [1, positions]: the encoder's positions that statistics are taken of: those with audio, and as many of the
-        silence behind it that fills up the 30 s. (All of it would be four fifths of what is seen of a clip of 6 s.)"""
+        """bool [1, positions]: the encoder's positions that statistics are taken of: those with audio, and every fourth of
+        the silence behind it that fills up the 30 s, to its end. Nats a token that W4A8 of the encoder alone costs
+        Whisper-base, 24 clips: this .0098, all positions .0137, audio and as much silence .0176."""
         positions = self.extractor.nb_max_frames // 2  # two frames a position
         speech = -(-len(line.samples(self.rate)) // (2 * self.extractor.hop_length))
-        heard: Tensor = torch.arange(positions)[None] < 2 * speech
+        at = torch.arange(positions)[None]
+        heard: Tensor = (at < speech) | (at % SILENCE == 0)
         return heard
 
     def inputs(self, path: Path) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

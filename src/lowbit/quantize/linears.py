@@ -113,7 +113,7 @@ def _without_branch(
     smooth: Tensor | None = None
     if options.channel_scales:
         judged = scheme_for(scheme, "channel" if options.scales == "channel" else "group")
-        found = channel_scales(joined, sample, stats.rms(), stats.absmax(), judged)
+        found = channel_scales(joined, sample, *stats.cautious(), judged)
         smooth = found.smooth
         notes.append(f"channel scales {found.rule}")
     s = smooth.float().to(joined.device) if smooth is not None else None
@@ -197,7 +197,7 @@ def _with_branch(
         if default and options.channel_scales:
             judged = replace(scheme_for(scheme, options.scales), activation=min(each, key=lambda a: a.bits))
             found = smoothing(
-                parts, sample, stats.rms(), stats.absmax(), judged, rank=options.rank, hadamard=block
+                parts, sample, *stats.cautious(), judged, rank=options.rank, hadamard=block
             )  # fmt: skip
     solved = svdquant(
         parts, hessian, scheme, rank=options.rank, recipe=options.recipe, smooth=found.smooth, hadamard=block,

@@ -101,6 +101,17 @@ class InputStats:
         self._flush()
         return self._absmax.clone()
 
+    def cautious(self) -> tuple[Tensor, Tensor]:
+        """(rms, absmax), float32 [K] each, as if every channel were to fire once more, with the median absmax A of all:
+        rms² + A² / tokens, and absmax no smaller. A channel that calibration hardly saw would else get a scale of almost
+        nothing, behind which its weights are rounded away; Whisper's GELUs have many such, and some fire in the next clip.
+        """
+        rms, absmax = self.rms(), self.absmax()
+        if not self.tokens or not self.k:
+            return rms, absmax
+        rms = (rms.square() + absmax.median().square() / self.tokens).sqrt()
+        return rms, torch.maximum(absmax, rms)
+
     def sample(self) -> Tensor:
         """At most ``rows`` input rows, float32 [R, K], every token seen equally likely to be among them."""
         self._flush()

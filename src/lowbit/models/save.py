@@ -59,6 +59,9 @@ class Parts(NamedTuple):
 
 def write_model(model: nn.Module, out: Path, parts: Parts, made: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     """What ``save`` does, of a model whose tensors may lie anywhere. ``made``: method, base_sha256, budget, where known."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and not model.can_generate():  # type: ignore[operator]
+        generation = None
     config, metadata = dict(_config(model)), None
     if parts.layers or parts.halves:
         rows = {name: lowbit.describe(shell) for name, shell in parts.shells.items()}
@@ -76,8 +79,7 @@ def write_model(model: nn.Module, out: Path, parts: Parts, made: Mapping[str, An
             config["quantization_config"] |= {"bits": 16, "group_size": -1, "activation": None}
     out.mkdir(parents=True, exist_ok=True)
     copy_side_files(_origin(model), out)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and model.can_generate():  # type: ignore[operator]
+    if generation is not None:
         _replace_text(out / "generation_config.json", generation.to_json_string(use_diff=True))
     write_checkpoint(out, _tensors(model, parts, dtype), config, metadata)
 

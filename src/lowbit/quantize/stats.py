@@ -102,14 +102,16 @@ class InputStats:
         return self._absmax.clone()
 
     def cautious(self) -> tuple[Tensor, Tensor]:
-        """(rms, absmax), float32 [K] each, as if every channel were to fire once more, with the median absmax A of all:
-        rms² + A² / tokens, and absmax no smaller. A channel that calibration hardly saw would else get a scale of almost
+        """(rms, absmax), float32 [K] each, as if every channel that fired at all were to fire once more, with the median
+        absmax A of those: rms² + A² / tokens, and absmax no smaller. A channel that calibration hardly saw would else get a scale of almost
         nothing, behind which its weights are rounded away; Whisper's GELUs have many such, and some fire in the next clip.
         """
         rms, absmax = self.rms(), self.absmax()
-        if not self.tokens or not self.k:
+        live = absmax > 0
+        if not bool(live.any()):
             return rms, absmax
-        rms = (rms.square() + absmax.median().square() / self.tokens).sqrt()
+        once = absmax[live].median().square() / self.tokens
+        rms = torch.where(live, (rms.square() + once).sqrt(), rms)
         return rms, torch.maximum(absmax, rms)
 
     def sample(self) -> Tensor:

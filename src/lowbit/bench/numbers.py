@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench import accuracy, chart, models
+from lowbit.bench import accuracy, chart, models, speech
 from lowbit.types import FormatError
 
 # What makes two lines parts of one run, and so of one table.
@@ -37,8 +37,8 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
                 raise FormatError(f"{path} line {number}: found no JSON ({error.msg})") from None
-            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, "accuracy"):
-                accepted = "a line of bench layers, bench models or accuracy"
+            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, "accuracy", "speech"):
+                accepted = "a line of bench layers, bench models, accuracy or speech"
                 raise FormatError(f"{path} line {number}: found {text[:40]!r}, accepted is {accepted}")
             lines.append({**line, "source": Path(path).name})
     return lines
@@ -95,7 +95,7 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _split(lines: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """(lines of speed, lines of accuracy)."""
-    return [x for x in lines if x["bench"] in KINDS], [x for x in lines if x["bench"] not in KINDS]
+    return [x for x in lines if x["bench"] in KINDS], [x for x in lines if x["bench"] == "accuracy"]
 
 
 def _accuracy(index: int, what: str) -> str:
@@ -125,6 +125,8 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
     for index, some in enumerate(accuracy.models(judged)):
         addresses = {what: f"charts/{_accuracy(index, what)}" for what in accuracy.drawings(some)}
         parts.append(accuracy.chapter(some, addresses))
+    if heard := [x for x in lines if x["bench"] == "speech"]:
+        parts.append(speech.chapter(heard))
     return "\n\n".join(parts) + "\n"
 
 

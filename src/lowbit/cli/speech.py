@@ -38,7 +38,7 @@ def evaluate(args: argparse.Namespace) -> int:
         errors = word_errors(model, listener, lines, bar(f"{directory}: words", "clip")) if args.wer else None
         results.append(
             {
-                "model": directory, **describe(directory, args.activation, simulated), "nll": score.nll,
+                "bench": "speech", "model": directory, **describe(directory, args.activation, simulated), "nll": score.nll,
                 "wer": None if errors is None else errors.wer, "words": None if errors is None else errors.words,
                 "tokens": score.tokens, "clips": score.clips, "seconds": score.seconds,
                 "date": date.today().isoformat(), "torch": torch.__version__, "threads": torch.get_num_threads(),

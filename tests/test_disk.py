@@ -194,6 +194,6 @@ def test_a_checkpoint_is_written_one_tensor_at_a_time(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, stream(), {}, max_shard_bytes=9000)
     assert most <= 2
     found = lowbit.checkpoint.open_checkpoint(tmp_path)
-    assert len({found.file(name) for name in found}) == 3
+    assert len({found.file(name) for name in found}) == 4
     assert all(torch.equal(found[f"t{i}"].float(), torch.full((1000,), float(i))) for i in range(8))
     assert not list(tmp_path.glob(".lowbit*"))

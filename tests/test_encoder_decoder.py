@@ -254,7 +254,7 @@ def test_any_module_with_several_lists(tmp_path: Path) -> None:
         if name.endswith(("right", "inner")):  # the block is done
             for other in (name, name.replace("right", "left")):
                 twin.get_submodule(other).weight.data.copy_(effective(result[other]))
-    third = odd()
+    third = odd().requires_grad_(False)
     before = third(**pair(5))
     found = lowbit.quantize(third, "w8a8", "rtn", blocks=paths, progress=False)
     assert len(found.rows) == 11 and isinstance(third.head, nn.Linear)

@@ -203,7 +203,8 @@ def test_nothing_of_it_needs_the_compiled_library(tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
     shutil.copy(ROOT / "bench" / "accuracy.py", tmp_path / "bench")
     command = [sys.executable, str(tmp_path / "bench" / "accuracy.py"), "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PATH": ""})
+    alone = {"PATH": "", "PYTHONPATH": str(tmp_path / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone)
     assert done.returncode == 0 and "w4a4 rank 16" in done.stdout, done.stderr
 
 

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-
-import lowbit
+try:
+    import lowbit
+except ImportError:  # not installed: the sources beside this file will do
+    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+    import lowbit
 from lowbit.bench.timer import machine
 from lowbit.prove.compare import nll_of, token_ids
 

@@ -10,8 +10,10 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-
+try:
+    import lowbit  # noqa: F401
+except ImportError:  # not installed: the sources beside this file will do
+    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from lowbit.models.calibration_inputs import TOKENS, WINDOW, digest, read_calibration
 
 

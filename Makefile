@@ -47,7 +47,7 @@ test-gpu:
 # docs/numbers.md and its charts from the kept JSON lines. RUN=1 first quantizes and judges every recipe that
 # bench/results/accuracy.jsonl lacks (hours on two cores, minutes with ACCURACY="--device cuda"); needs no build.
 accuracy: $(DEPS) $(if $(RUN),$(ASSETS))
-	@$(if $(RUN),$(BIN)/python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl $(ACCURACY))
+	@$(if $(RUN),PYTHONPATH=src $(BIN)/python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl $(ACCURACY))
 	@PYTHONPATH=src $(BIN)/python -m lowbit bench numbers bench/results/*.jsonl --out docs/numbers.md
 
 # What the tools that own a format make of our files: each tool in an environment of its own, so minutes and downloads.

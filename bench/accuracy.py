@@ -1,7 +1,7 @@
 """Quantize a model every way that docs/numbers.md lists, and write one JSON line for each, its activations and its text.
 
-    python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl
-    python bench/accuracy.py --model DIR --calibration c4.txt --text wiki.txt --out bench/results/accuracy.jsonl
+    PYTHONPATH=src python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl
+    PYTHONPATH=src python bench/accuracy.py --model DIR --calibration c4.txt --text wiki.txt --out bench/results/accuracy.jsonl
 
 ``--assets`` unpacks the model and the texts of `make demo` into a folder first (the wiki text without its markup).
 One process; a recipe is quantized once and evaluated with every kind of activations it lists, each on every span of the
@@ -26,11 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import lowbit
-except ImportError:  # not installed: the sources beside this file will do
-    sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-    import lowbit
+import lowbit
 from lowbit.bench.timer import machine
 from lowbit.checkpoint import open_checkpoint
 from lowbit.models.calibrate import quantize_model

@@ -202,3 +202,32 @@ def speech(folder: Path, texts: Sequence[str] = ("one fox", "two lazy dogs", "an
     path = folder / "speech.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def random_decoder(family: str, scheme: str, **sizes: Any) -> Any:
+    """A causal LM of transformers, every bias and norm random too, its linears quantized (the head not)."""
+    import transformers
+
+    from lowbit.models.replace import replace
+    from lowbit.nn import QuantLinear
+
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            scale = 0.2 if parameter.dim() == 1 else 0.12
+            parameter.copy_(torch.randn_like(parameter) * scale + ("norm" in key))
+    for key, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and key != "lm_head":
+            replace(model, key, QuantLinear.from_linear(module, scheme))
+    return model
+
+
+def json_of(capsys: Any, *arguments: object) -> dict[str, Any]:
+    """What the command line prints with ``--json``."""
+    from lowbit.cli import main
+
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -51,13 +50,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main([*map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def common(models: Path) -> list[object]:
     return ["--text", models / "text.txt", "--tokens", 192, "--context", 64, "--skip", 5]
 
@@ -72,7 +64,7 @@ def logits(path: Path) -> torch.Tensor:
 
 def test_one_table_over_the_same_tokens(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["w4a4", "plain", "w8a8"]
-    found = run(capsys, "eval", *(models / n for n in names), *common(models), "--kl")
+    found = samples.json_of(capsys, "eval", *(models / n for n in names), *common(models), "--kl")
     assert found["reference"] == str(models / "plain")
     rows = dict(zip(names, found["models"], strict=True))
     targets = torch.cat([w[1:] for w in windows_of(TEXT, transformers.AutoTokenizer.from_pretrained(models / "plain"),
@@ -92,14 +84,20 @@ def test_one_table_over_the_same_tokens(models: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_reference_may_be_named_and_4_bits_simulated(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(capsys, "eval", models / "w4a4", *common(models), "--reference", models / "plain")
-    exact = run(capsys, "eval", models / "w4a4", *common(models), "--reference", models / "plain", "--exact")
+    found = samples.json_of(capsys, "eval", models / "w4a4", *common(models), "--reference", models / "plain")
+    exact = samples.json_of(
+        capsys, "eval", models / "w4a4", *common(models), "--reference", models / "plain", "--exact"
+    )
     assert found["reference"] == str(models / "plain") and len(found["models"]) == 1
     assert exact["models"][0]["ratio"] != found["models"][0]["ratio"]
     assert 0 < exact["models"][0]["simulated_4_bit_linears"] < 14  # the budget took some
-    turned = run(capsys, "eval", models / "plain", *common(models), "--reference", models / "w4a4", "--exact")
+    turned = samples.json_of(
+        capsys, "eval", models / "plain", *common(models), "--reference", models / "w4a4", "--exact"
+    )
     assert turned["models"][0]["ratio"] == pytest.approx(1 / exact["models"][0]["ratio"], rel=1e-9)
-    both = run(capsys, "eval", models / "plain", models / "other", *common(models), "--reference", models / "other")
+    both = samples.json_of(
+        capsys, "eval", models / "plain", models / "other", *common(models), "--reference", models / "other"
+    )
     assert "ratio" in both["models"][0] and "ratio" not in both["models"][1]
 
 
@@ -111,7 +109,7 @@ def test_stored_sizes_count_everything(models: Path, capsys: pytest.CaptureFixtu
     assert eight.weights == weights and eight.bits_per_weight == 8 + 16 * rows / weights and eight.format == "lowbit"
     files = sum(f.stat().st_size for f in (models / "w8a8").glob("*.safetensors"))
     assert eight.bytes == files
-    found = run(capsys, "eval", models / "w4a4", *common(models))
+    found = samples.json_of(capsys, "eval", models / "w4a4", *common(models))
     assert found["bits_per_weight"] == stored(models / "w4a4").bits_per_weight > 4 + 16 / 64
 
 
@@ -146,7 +144,9 @@ def test_greedy_continuations_are_those_of_whole_passes(models: Path) -> None:
 
 def test_agreement_and_layers_in_the_rows(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--agreement", 3, "--layers"]
-    rows = run(capsys, "eval", models / "plain", models / "w4a4", models / "plain", *common(models), *more)["models"]
+    rows = samples.json_of(capsys, "eval", models / "plain", models / "w4a4", models / "plain", *common(models), *more)[
+        "models"
+    ]
     assert "generation" not in rows[0] and rows[1]["generation"]["prompts"] == 3
     assert 0 <= rows[1]["generation"]["share"] <= 1
     assert [e["name"] for e in rows[1]["layers"]][:2] == [f"model.layers.0.self_attn.{n}_proj" for n in "qk"]
@@ -263,7 +263,7 @@ def test_the_page_has_every_part_and_stands_alone(
 ) -> None:
     target = tmp_path / "report.html"
     paths = [models / n for n in ("plain", "w4a4", "w8a8")]
-    found = run(capsys, "eval", *paths, *common(models), "--kl", "--report", target)
+    found = samples.json_of(capsys, "eval", *paths, *common(models), "--kl", "--report", target)
     html = target.read_text("utf-8")
     for title in ("Quality against size", "Layer by layer", "Sensitivity"):
         assert f"<h2>{title}</h2>" in html

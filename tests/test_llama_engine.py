@@ -50,16 +50,7 @@ def make(name: str = "llama", scheme: str = "w4a16", seed: int = 0, **changes: A
     """A random model, every bias and norm random too, its linears quantized (the head not)."""
     family, sizes = MODELS[name]
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **sizes, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            scale = 0.2 if parameter.dim() == 1 else 0.12
-            parameter.copy_(torch.randn_like(parameter) * scale + ("norm" in key))
-    for key, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and key != "lm_head":
-            replace(model, key, QuantLinear.from_linear(module, scheme))
-    return model
+    return samples.random_decoder(family, scheme, **{**SIZES, **sizes, **changes})
 
 
 def four(activation: str | None = "default", sizes: tuple[int, int] = (128, 192), **parts: Any) -> Any:
@@ -137,19 +128,25 @@ def test_int8_activations_round_as_in_the_modules() -> None:
 def test_the_same_bits_whatever_the_tier_the_threads_and_the_chunks(name: str, cache_dtype: torch.dtype) -> None:
     decoder = Decoder.from_model(make(name, "w4a8"))
     ids = tokens(280)
-    want = decoder.start(cache_dtype=cache_dtype).feed(ids, keep=280)
-    assert bool(torch.isfinite(want).all())
+    assert bool(torch.isfinite(the_same_bits(decoder, ids, 250, cache_dtype)).all())
+
+
+def the_same_bits(decoder: Decoder, ids: Tensor, last: int, cache_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The logits of all ``ids``; equal for every thread count, tier and chunk, and from ``last`` on one by one."""
+    count = len(ids)
+    want = decoder.start(cache_dtype=cache_dtype).feed(ids, keep=count)
     before = torch.get_num_threads()
     try:
         for threads, isa, chunk in [(1, "", 33), (3, "", 7), *((2, isa, 50) for isa in ops.cpu_isas())]:
             torch.set_num_threads(threads)
             state = decoder.start(16, cache_dtype, chunk)
-            assert torch.equal(state.feed(ids, keep=280, isa=isa), want), (threads, isa, chunk)
-            state.length = 250
-            ones = torch.cat([state.feed(ids[at : at + 1], isa=isa).clone() for at in range(250, 280)])
-            assert torch.equal(ones, want[250:]), (threads, isa, "one by one")
+            assert torch.equal(state.feed(ids, keep=count, isa=isa), want), (threads, isa, chunk)
+            state.length = last
+            ones = torch.cat([state.feed(ids[at : at + 1], isa=isa).clone() for at in range(last, count)])
+            assert torch.equal(ones, want[last:]), (threads, isa, "one by one")
     finally:
         torch.set_num_threads(before)
+    return want
 
 
 UNEVEN = {"q_proj": 16, "k_proj": 0, "v_proj": 33, "gate_proj": 0, "up_proj": 64, "down_proj": 3}
@@ -185,18 +182,7 @@ def test_w4a4_steps_have_the_same_bits_whatever_the_tier_the_threads_and_the_chu
 
     decoder = Decoder.from_model(four(rank={} if wide else UNEVEN, change=change))
     ids = tokens(90)
-    want = decoder.start().feed(ids, keep=90)
-    before = torch.get_num_threads()
-    try:
-        for threads, isa, chunk in [(1, "", 33), (3, "", 7), *((2, isa, 50) for isa in ops.cpu_isas())]:
-            torch.set_num_threads(threads)
-            state = decoder.start(16, chunk=chunk)
-            assert torch.equal(state.feed(ids, keep=90, isa=isa), want), (threads, isa, chunk)
-            state.length = 80
-            ones = torch.cat([state.feed(ids[at : at + 1], isa=isa).clone() for at in range(80, 90)])
-            assert torch.equal(ones, want[80:]), (threads, isa, "one by one")
-    finally:
-        torch.set_num_threads(before)
+    the_same_bits(decoder, ids, 80)
 
 
 def test_a_w4a4_checkpoint_runs_native_and_on_the_command_line(tmp_path: Any, capsys: Any) -> None:

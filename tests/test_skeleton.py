@@ -64,16 +64,7 @@ def make(path: Path, name: str, dtype: torch.dtype = torch.float16, scheme: str 
     """A directory with a random model, every bias and norm random too, its linears quantized."""
     family, fields = MODELS[name]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **fields})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            scale = 0.2 if parameter.dim() == 1 else 0.12
-            parameter.copy_(torch.randn_like(parameter) * scale + ("norm" in key))
-    for key, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and key != "lm_head":
-            replace(model, key, QuantLinear.from_linear(module, scheme))
-    lowbit.save(model, path, dtype)
+    lowbit.save(samples.random_decoder(family, scheme, **{**SIZES, **fields}), path, dtype)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -220,29 +219,22 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main([*map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_the_command_line(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = plain / "text.txt"
-    found = run(
+    found = samples.json_of(
         capsys, "quantize", plain, tmp_path / "out", "--scheme", "w4a4", "--rank", 16, "--recipe", "default", "--scales",
         "two-level", "--override", "down_proj=a8", "--calibration", text, "--tokens", 512,
     )  # fmt: skip
     assert {row["method"] for row in found["rows"]} == {"svdquant16"} and found["scheme"]["name"] == "w4a4"
-    shown = run(capsys, "inspect", tmp_path / "out")["layers"]
+    shown = samples.json_of(capsys, "inspect", tmp_path / "out")["layers"]
     assert {row["activation"] for row in shown if row["name"].endswith("down_proj")} == {"8 group"}
     assert {row["activation"][:7] for row in shown if not row["name"].endswith("down_proj")} == {"4 group"}
     assert all(row["extras"].startswith("smooth, low rank 16, hadamard 64") for row in shown)
     common = ["eval", tmp_path / "out", "--text", text, "--tokens", 512, "--context", 64]
-    eight, four = run(capsys, *common), run(capsys, *common, "--exact")
+    eight, four = samples.json_of(capsys, *common), samples.json_of(capsys, *common, "--exact")
     assert (eight["simulated_4_bit_linears"], four["simulated_4_bit_linears"]) == (0, 12)
     assert four["perplexity"] != eight["perplexity"]
-    layer = run(capsys, "explain", tmp_path / "out")["layers"][0]
+    layer = samples.json_of(capsys, "explain", tmp_path / "out")["layers"][0]
     assert (layer["kernel"], layer["activation"], layer["declared_activation_bits"]) == ("cpu_linear_w4", "token", 4)
     assert (layer["rank"], layer["hadamard"]) == (16, 64)
 

@@ -1,6 +1,6 @@
 """GPTQModel and auto-round on the model, the calibration windows and the text of ours: one JSON line a row and span.
 
-    python bench/peer_accuracy/run.py MODEL c4.txt wiki.txt OUT.jsonl [--rows gptqmodel] [--device cuda]
+    PYTHONPATH=src python bench/peer_accuracy/run.py MODEL c4.txt wiki.txt OUT.jsonl [--rows gptqmodel] [--device cuda]
 
 Each tool gets an environment of its own, made as `make foreign` makes them; its weights, dequantized by its own code,
 are scored by `score.py`. Quantized models are kept under build/peer_accuracy and not made again.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "foreign")]
+sys.path.insert(0, str(ROOT / "tests" / "foreign"))
 
 import run as foreign  # noqa: E402  tests/foreign/run.py: this file is __main__
 

@@ -1,6 +1,6 @@
 """Perplexity of plain model directories beside the model they came from, as lines like those of bench/accuracy.py.
 
-    python score.py MODEL TEXT OUT.jsonl [DIR ...] [--device cuda] [--span 60000 --span 100000] [--tokens 8192]
+    PYTHONPATH=src python bench/peer_accuracy/score.py MODEL TEXT OUT.jsonl [DIR ...] [--device cuda] [--span 60000 --span 100000] [--tokens 8192]
 
 Every DIR has the settings.json that quantize_*.py wrote; windows, first tokens and the mean are those of `lowbit eval`.
 """
@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import lowbit
-except ImportError:  # not installed: the sources beside this file will do
-    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-    import lowbit
+import lowbit
 from lowbit.bench.timer import machine
 from lowbit.prove.compare import nll_of, token_ids
 

@@ -1,19 +1,14 @@
 """Write the windows of a text that `lowbit quantize` calibrates on as JSON rows of token ids, for the peers.
 
-python windows.py MODEL TEXT OUT [--tokens 32768] [--window 256] [--seed 0]
+PYTHONPATH=src python bench/peer_accuracy/windows.py MODEL TEXT OUT [--tokens 32768] [--window 256] [--seed 0]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-try:
-    import lowbit  # noqa: F401
-except ImportError:  # not installed: the sources beside this file will do
-    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from lowbit.models.calibration_inputs import TOKENS, WINDOW, digest, read_calibration
 
 

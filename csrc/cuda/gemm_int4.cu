@@ -21,22 +21,6 @@ namespace {
 constexpr int kChannels = 128, kStages = 3, kThreads = 256, kBlock = 256, kGroups = 4;
 constexpr int kMagic = 0x4B400000;
 
-LOWBIT_DEVICE void copy16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-LOWBIT_DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-LOWBIT_DEVICE void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-LOWBIT_DEVICE uint4 ldmatrix4(uint32_t a) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(a)
-               : "memory");
-  return v;
-}
 LOWBIT_DEVICE void mma_s4(int (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
@@ -57,8 +41,8 @@ template <int rows>
 LOWBIT_DEVICE void load_rows(uint32_t to, const uint8_t* codes, int stride, int block, int first, int most) {
   for (int i = threadIdx.x; i < rows * 8; i += kThreads) {
     const int row = i / 8, c = i % 8;
-    copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
-           codes + (size_t)min(first + row, most - 1) * stride + block * 128 + c * 16);
+    ptx::copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
+                codes + (size_t)min(first + row, most - 1) * stride + block * 128 + c * 16);
   }
 }
 // Scales of four groups: [groups][width], `count` of them from `first`; the width is a multiple of 128.
@@ -66,7 +50,7 @@ template <int count>
 LOWBIT_DEVICE void load_scales(uint32_t to, const float* scales, int width, int block, int first) {
   for (int i = threadIdx.x; i < kGroups * count / 4; i += kThreads) {
     const int g = i / (count / 4), c = i % (count / 4);
-    copy16(to + (g * count + c * 4) * 4, scales + (size_t)(block * kGroups + g) * width + first + c * 4);
+    ptx::copy16(to + (g * count + c * 4) * 4, scales + (size_t)(block * kGroups + g) * width + first + c * 4);
   }
 }
 
@@ -77,7 +61,7 @@ LOWBIT_DEVICE void load_block(const Int4Args& a, uint32_t to, int block, int n0,
   load_rows<kChannels>(to + B::w_at, a.weight, a.kp / 2, block, n0, a.np);
   load_scales<kChannels>(to + B::sw_at, a.weight_scales, a.np, block, n0);
   load_scales<kTokens>(to + B::sa_at, a.group_scales, a.mp, block, m0);
-  commit();
+  ptx::commit_copies();
 }
 
 template <int kTokens>
@@ -97,18 +81,18 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
     if (s < blocks)
       load_block<kTokens>(a, smem + s * B::stage, s, n0, m0);
     else
-      commit();
+      ptx::commit_copies();
   }
   float acc[2][B::eights][4] = {};
 #pragma unroll 1
   for (int block = 0; block < blocks; block++) {
-    wait_copies<kStages - 2>();
+    ptx::wait_copies<kStages - 2>();
     __syncthreads();  // the block is there, and everybody has left the stage that is loaded next
     const int next = block + kStages - 1;
     if (next < blocks)
       load_block<kTokens>(a, smem + next % kStages * B::stage, next, n0, m0);
     else
-      commit();
+      ptx::commit_copies();
     const uint32_t x = smem + block % kStages * B::stage, w = x + B::w_at;
 #pragma unroll
     for (int pair = 0; pair < kGroups / 2; pair++) {  // two groups share the loads of x
@@ -119,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const int row = first_channel + 16 * i + (lane & 15), chunk = 2 * (2 * pair + h) + (lane >> 4);
-          wa[h][i] = ldmatrix4(w + row * 128 + ((chunk ^ (row & 7)) * 16));
+          wa[h][i] = ptx::ldmatrix4(w + row * 128 + ((chunk ^ (row & 7)) * 16));
           const uint32_t s = x + B::sw_at + ((2 * pair + h) * kChannels + first_channel + 16 * i + g) * 4;
           sw[h][i][0] = __uint_as_float(ptx::lds32(s)), sw[h][i][1] = __uint_as_float(ptx::lds32(s + 32));
         }
@@ -127,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
 #pragma unroll
       for (int j = 0; j < B::eights; j++) {
         const int row = first_token + 8 * j + (lane & 7), chunk = 4 * pair + (lane >> 3);
-        const uint4 b = ldmatrix4(x + row * 128 + ((chunk ^ (row & 7)) * 16));
+        const uint4 b = ptx::ldmatrix4(x + row * 128 + ((chunk ^ (row & 7)) * 16));
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const float2 sa =
@@ -145,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
       }
     }
   }
-  wait_copies<0>();
+  ptx::wait_copies<0>();
   __syncthreads();  // the output takes the place of the stages
   float* out = reinterpret_cast<float*>(raw_int4);
   const int eights = (a.m + 7) / 8, chunks = a.rank / 16;
@@ -159,12 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
       const int token = first_token + 8 * j, eight = (m0 + token) / 8;
       if (eight >= eights) continue;
       float f[4] = {0.f, 0.f, 0.f, 0.f};
-      for (int c = 0; c < chunks; c++) {
-        const uint4 up =
-            __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
-        const uint2 low = static_cast<const uint2*>(a.low)[((size_t)c * eights + eight) * 32 + lane];
-        ptx::mma_f16(f, up, low.x, low.y);
-      }
+      add_low_rank(f, a, row, eight, eights, chunks, lane);
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const int at = token + 2 * t + (q & 1), m = m0 + at;

@@ -12,24 +12,6 @@ namespace lowbit::cuda {
 
 constexpr int kChannels = 128, kStages = 3, kThreads = 256;
 
-LOWBIT_DEVICE void copy16(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-LOWBIT_DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-LOWBIT_DEVICE void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-LOWBIT_DEVICE uint4 ldmatrix4(uint32_t a) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(a)
-               : "memory");
-  return v;
-}
-
 template <Mode mode, int kTokens>
 struct Block {
   static constexpr int x_bytes = kTokens * 128, stage = x_bytes + 2 * tile_bytes(mode), eights = kTokens / 16;
@@ -44,8 +26,8 @@ __device__ __forceinline__ void load_block(const LinearArgs& a, uint32_t to, int
 #pragma unroll
   for (int i = threadIdx.x; i < kTokens * 8; i += kThreads) {
     const int row = i / 8, c = i % 8, m = m0 + row;
-    copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
-           a.codes + (size_t)min(m, a.m - 1) * a.kp + block * 128 + c * 16, m < a.m);
+    ptx::copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
+                a.codes + (size_t)min(m, a.m - 1) * a.kp + block * 128 + c * 16, m < a.m);
   }
   const int blocks = a.kp / 128;
 #pragma unroll
@@ -54,7 +36,7 @@ __device__ __forceinline__ void load_block(const LinearArgs& a, uint32_t to, int
     const uint8_t* from =
         a.weight + ((size_t)(there ? n_tile + h : n_tile) * blocks + block) * tile_bytes(mode);
     for (int i = threadIdx.x; i < tile_bytes(mode) / 16; i += kThreads)
-      copy16(to + B::x_bytes + h * tile_bytes(mode) + i * 16, from + i * 16, there);
+      ptx::copy16(to + B::x_bytes + h * tile_bytes(mode) + i * 16, from + i * 16, there);
   }
 }
 
@@ -64,8 +46,8 @@ __device__ __forceinline__ void operands(uint32_t tile, int w4, int half, int la
                                          uint32_t (&a1)[4]) {
   if constexpr (mode == kW8) {
     const int row = 16 * w4 + (lane & 15), chunk = 4 * half + (lane >> 4);
-    const uint4 u = ldmatrix4(tile + row * 128 + ((chunk ^ (row & 7)) * 16));
-    const uint4 v = ldmatrix4(tile + row * 128 + (((chunk + 2) ^ (row & 7)) * 16));
+    const uint4 u = ptx::ldmatrix4(tile + row * 128 + ((chunk ^ (row & 7)) * 16));
+    const uint4 v = ptx::ldmatrix4(tile + row * 128 + (((chunk + 2) ^ (row & 7)) * 16));
     a0[0] = u.x, a0[1] = u.y, a0[2] = u.z, a0[3] = u.w;
     a1[0] = v.x, a1[1] = v.y, a1[2] = v.z, a1[3] = v.w;
   } else {
@@ -90,16 +72,16 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
 #pragma unroll
   for (int s = 0; s < kStages - 1; s++) {
     if (s < blocks) load_block<mode, kTokens>(a, smem + s * B::stage, s, n0 / 64, m0);
-    commit();
+    ptx::commit_copies();
   }
   Sum acc[2][B::eights][4] = {};
 #pragma unroll 1
   for (int block = 0; block < blocks; block++) {
-    wait_copies<kStages - 2>();
+    ptx::wait_copies<kStages - 2>();
     __syncthreads();  // the block is there, and everybody has left the stage that is loaded next
     const int next = block + kStages - 1;
     if (next < blocks) load_block<mode, kTokens>(a, smem + next % kStages * B::stage, next, n0 / 64, m0);
-    commit();
+    ptx::commit_copies();
     const uint32_t x = smem + block % kStages * B::stage,
                    tile = x + B::x_bytes + (cw >> 1) * tile_bytes(mode);
 #pragma unroll
@@ -116,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
 #pragma unroll
       for (int j = 0; j < B::eights; j++) {
         const int row = first_token + 8 * j + (lane & 7), chunk = 4 * h + (lane >> 3);
-        const uint4 b = ldmatrix4(x + row * 128 + ((chunk ^ (row & 7)) * 16));
+        const uint4 b = ptx::ldmatrix4(x + row * 128 + ((chunk ^ (row & 7)) * 16));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           if constexpr (mode == kW4Group) {
@@ -134,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
       }
     }
   }
-  wait_copies<0>();
+  ptx::wait_copies<0>();
   __syncthreads();  // the output takes the place of the stages
   float* out = reinterpret_cast<float*>(raw_mma);
   const int eights = (a.m + 7) / 8, chunks = a.rank / 16;
@@ -152,12 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma(const LinearArgs a) {
 #pragma unroll
       for (int q = 0; q < 4; q++) f[q] = (float)acc[i][j][q] * (q < 2 ? channel.x : channel.y);
       if (eight >= eights) continue;
-      for (int c = 0; c < chunks; c++) {
-        const uint4 up =
-            __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
-        const uint2 low = static_cast<const uint2*>(a.low)[((size_t)c * eights + eight) * 32 + lane];
-        ptx::mma_f16(f, up, low.x, low.y);
-      }
+      add_low_rank(f, a, row, eight, eights, chunks, lane);
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         const int at = token + 2 * t + (q & 1), m = m0 + at;

@@ -67,6 +67,19 @@ LOWBIT_DEVICE float2 half2_float2(uint32_t h) {
   return __half22float2(*reinterpret_cast<const __half2*>(&h));
 }
 
+// f += up . low (`chunks` of rank 16) of 16 channels from `row` on and the eight rows of x number `eight`, as
+// mma_f16 has them.
+template <class Args>
+LOWBIT_DEVICE void add_low_rank(float (&f)[4], const Args& a, int row, int eight, int eights, int chunks,
+                                int lane) {
+  for (int c = 0; c < chunks; c++) {
+    const uint4 up =
+        __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
+    const uint2 low = static_cast<const uint2*>(a.low)[((size_t)c * eights + eight) * 32 + lane];
+    ptx::mma_f16(f, up, low.x, low.y);
+  }
+}
+
 // Two floats -> two fp16 or bf16.
 LOWBIT_DEVICE uint32_t pack2(float a, float b, bool bf16) {
   uint32_t v;

@@ -14,44 +14,49 @@ from .types import LowRank, QuantizedWeight
 FEW = 16  # rows of x up to which the GEMV runs
 
 
-class _Kept(torch.nn.Module):
+class Kept(torch.nn.Module):
     """Buffers that never change dtype with ``half()`` and the like."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Kept:
+    bias: Tensor | None
+    smooth: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+    def keep(self, persistent: bool, **tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=persistent)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Kept:
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         return self
 
 
-class FourBitLinear(_Kept):
+def _sides(q: QuantizedWeight, channels: int) -> dict[str, Tensor | None]:
+    """What the integer kernels read beside the weight, N padded to a multiple of ``channels``."""
+    branch = None
+    if q.low_rank is not None and q.low_rank.down.shape[1]:
+        branch = mma_tiles.pack_branch(q.low_rank, q.n, channels)
+    return {
+        "bias": None if q.bias is None else torch.nn.functional.pad(q.bias.detach().float(), (0, -q.n % channels)),
+        "smooth": None if q.smooth is None else q.smooth.detach().float().contiguous(),
+        "down": None if branch is None else branch.down,
+        "up": None if branch is None else branch.up,
+    }
+
+
+class FourBitLinear(Kept):
     """The same layer with 4-bit activations in groups of 64 on INT4 tensor cores (emulated, slowly, on Hopper)."""
 
     weight: Tensor
     scales: Tensor
-    bias: Tensor | None
-    smooth: Tensor | None
-    down: Tensor | None
-    up: Tensor | None
 
     def __init__(self, q: QuantizedWeight, clip: float) -> None:
         super().__init__()
         self.n, self.hadamard, self.clip = q.n, bool(q.hadamard), clip
         rows = mma_tiles.pack_rows(q)
-        bias = None if q.bias is None else torch.nn.functional.pad(q.bias.detach().float(), (0, -q.n % 128))
-        branch = None
-        if q.low_rank is not None and q.low_rank.down.shape[1]:
-            branch = mma_tiles.pack_branch(q.low_rank, q.n, 128)
-        smooth = None if q.smooth is None else q.smooth.detach().float().contiguous()
-        for name, tensor in {
-            "weight": rows.weight,
-            "scales": rows.scales,
-            "bias": bias,
-            "smooth": smooth,
-            "down": None if branch is None else branch.down,
-            "up": None if branch is None else branch.up,
-        }.items():
-            self.register_buffer(name, tensor, persistent=False)
+        self.keep(False, weight=rows.weight, scales=rows.scales, **_sides(q, 128))
 
     def forward(self, x: Tensor) -> Tensor:
         codes, groups, scales, low = ops_cuda.quantize4(
@@ -61,7 +66,7 @@ class FourBitLinear(_Kept):
         return y.reshape(*x.shape[:-1], self.n)
 
 
-class FloatLinear(_Kept):
+class FloatLinear(Kept):
     """Float activations: the weight is made float anew for every call, and cuBLAS multiplies in the dtype of x.
 
     For what the integer kernels do not take: zero points, odd groups, permuted columns, ``activation=None``.
@@ -71,10 +76,6 @@ class FloatLinear(_Kept):
     scales: Tensor
     zeros: Tensor | None
     perm: Tensor | None
-    bias: Tensor | None
-    smooth: Tensor | None
-    down: Tensor | None
-    up: Tensor | None
 
     def __init__(self, q: QuantizedWeight) -> None:
         super().__init__()
@@ -85,24 +86,22 @@ class FloatLinear(_Kept):
             codes = torch.nn.functional.pad(codes & 15, (0, q.k % 2))
             codes = codes[:, ::2] | codes[:, 1::2] << 4
         low = q.low_rank if q.low_rank is not None and q.low_rank.down.shape[1] else None
-        for name, tensor in {
-            "codes": codes.contiguous(),
-            "scales": q.scales.float(),
-            "zeros": q.zeros,
-            "perm": q.perm,
-            "bias": None if q.bias is None else q.bias.float(),
-            "smooth": None if q.smooth is None else q.smooth.float(),
-            "down": None if low is None else low.down.float(),
-            "up": None if low is None else low.up.float(),
-        }.items():
-            self.register_buffer(name, tensor, persistent=False)
+        self.keep(
+            False,
+            codes=codes.contiguous(),
+            scales=q.scales.float(),
+            zeros=q.zeros,
+            perm=q.perm,
+            bias=None if q.bias is None else q.bias.float(),
+            smooth=None if q.smooth is None else q.smooth.float(),
+            down=None if low is None else low.down.float(),
+            up=None if low is None else low.up.float(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inside = x
         if self.smooth is not None or self.hadamard:
-            inside = x.float() if self.smooth is None else x.float() / self.smooth
-            if self.hadamard:
-                inside = reference.hadamard(inside, self.hadamard)
+            inside = reference.inside(x, self.smooth, self.hadamard)
         columns = inside if self.perm is None else inside[..., self.perm]
         w = ops_cuda.dequantize(self.codes, self.scales, self.zeros, self.k, self.group_size, self.bits, x.dtype)
         y = torch.nn.functional.linear(columns.to(x.dtype), w, None if self.bias is None else self.bias.to(x.dtype))
@@ -125,7 +124,7 @@ class FloatLinear(_Kept):
         return codes, self.scales.to(self.dtypes[0]), self.zeros, low
 
 
-class DeviceLinear(_Kept):
+class DeviceLinear(Kept):
     """y [..., N] of x [..., K] with 8-bit activations per token, for a weight that ``mma_tiles.refuses`` does not refuse.
 
     Two launches: rows of x to int8 (smoothing, Hadamard and the low rank's first half on the way), then the product
@@ -134,10 +133,6 @@ class DeviceLinear(_Kept):
 
     weight: Tensor
     channel: Tensor
-    bias: Tensor | None
-    smooth: Tensor | None
-    down: Tensor | None
-    up: Tensor | None
 
     def __init__(self, q: QuantizedWeight) -> None:
         super().__init__()
@@ -146,16 +141,7 @@ class DeviceLinear(_Kept):
         self.dtypes = (q.scales.dtype, None if q.low_rank is None else q.low_rank.down.dtype)
         tiles = mma_tiles.pack(q)
         self.mode = tiles.mode
-        self.register_buffer("weight", tiles.weight)
-        self.register_buffer("channel", tiles.channel)
-        wide = None if q.bias is None else torch.nn.functional.pad(q.bias.detach().float(), (0, -q.n % 64))
-        self.register_buffer("bias", wide)
-        self.register_buffer("smooth", None if q.smooth is None else q.smooth.detach().float().contiguous())
-        branch = None
-        if q.low_rank is not None and q.low_rank.down.shape[1]:
-            branch = mma_tiles.pack_branch(q.low_rank, q.n)
-        self.register_buffer("down", None if branch is None else branch.down)
-        self.register_buffer("up", None if branch is None else branch.up)
+        self.keep(True, weight=tiles.weight, channel=tiles.channel, **_sides(q, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         few = x.numel() <= FEW * self.k and self.mode != mma_tiles.W8
@@ -170,8 +156,9 @@ class DeviceLinear(_Kept):
         )
         return y.to(x.dtype).reshape(*x.shape[:-1], self.n)
 
-    def weights(self) -> tuple[Tensor, Tensor, LowRank | None]:
-        """(codes, scales, low rank) as QuantizedWeight has them; the low rank up to a power of two between its factors."""
+    def weights(self) -> tuple[Tensor, Tensor, None, LowRank | None]:
+        """(codes, scales, no zeros, low rank) as QuantizedWeight has them; the low rank up to a power of two between its
+        factors."""
         tiles = mma_tiles.Tiles(self.weight, self.channel, self.mode)
         codes, scales = mma_tiles.unpack(tiles, self.n, self.k)
         if self.group_size == self.k:
@@ -181,4 +168,4 @@ class DeviceLinear(_Kept):
         low = None
         if self.down is not None and self.up is not None:
             low = mma_tiles.unpack_branch(mma_tiles.Branch(self.down, self.up), self.n)
-        return codes, scales.to(self.dtypes[0]).contiguous(), low
+        return codes, scales.to(self.dtypes[0]).contiguous(), None, low

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import dispatch, layouts, ops, ops_cuda, reference
 from .checkpoint import open_checkpoint
-from .cuda import DeviceLinear, FloatLinear, FourBitLinear
+from .cuda import DeviceLinear, FloatLinear, FourBitLinear, Kept
 from .formats import read_layer
 from .formats.tensors import from_awq_tensors, from_gptq_tensors
 from .layouts import panels
@@ -21,7 +21,7 @@ from .types import SCHEMES, Activation, FormatError, LowRank, QuantizedWeight, S
 DEFAULT = "default"
 
 
-class QuantLinear(torch.nn.Module):
+class QuantLinear(Kept):
     """A linear layer over a packed weight: y [..., N] = w · A(x') + up · (downᵀ · x') + bias, in the dtype of x [..., K].
 
     x' is x, divided by ``smooth`` and rotated by the Hadamard where the weight asks for them.
@@ -33,11 +33,8 @@ class QuantLinear(torch.nn.Module):
     """
 
     packed: Tensor
-    bias: Tensor | None
     perm: Tensor | None
-    smooth: Tensor | None
-    down: Tensor | None  # panels of downᵀ and of up, float16, or float32 where that would round
-    up: Tensor | None
+    # ``down``, ``up``: panels of downᵀ and of up, float16, or float32 where that would round
 
     def __init__(
         self,
@@ -63,9 +60,7 @@ class QuantLinear(torch.nn.Module):
         super().__init__()
         self.out_features, self.in_features = out_features, in_features
         self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
-        self.activation = activation
         self.hadamard, self.rank = hadamard, 0 if low_rank is None else low_rank.down.shape[1]
-        self.declared = declared  # what a save writes; None: what runs
         self._activation_bits = 8
         self.plain, self.choice = plain, choice  # `plain` is kept only where the reference runs
         self.on_device = on_device  # on a CUDA device it holds the weight, and `packed` is empty
@@ -82,6 +77,8 @@ class QuantLinear(torch.nn.Module):
         )
         self.register_buffer("down", factors[0])
         self.register_buffer("up", factors[1])
+        self.activation = activation
+        self.declared = declared  # what a save writes; None: what runs
 
     @property
     def activation(self) -> str | None:
@@ -96,8 +93,7 @@ class QuantLinear(torch.nn.Module):
         self._activation = value
         self._activation_code = ops.ACTIVATIONS[value]
         self.declared = None
-        if hasattr(self, "on_float"):
-            self._prepare()
+        self._prepare()
 
     @property
     def activation_bits(self) -> int:
@@ -151,7 +147,6 @@ class QuantLinear(torch.nn.Module):
                 on_device=DeviceLinear(q) if on_cuda else None,
                 on_float=FloatLinear(q) if on_float else None,
             )
-            layer._prepare()
             if on_cuda and four is not None and q.bits == 4 and ops_cuda.has_int4(device):
                 layer.activation_bits = 4
             return layer
@@ -261,11 +256,7 @@ class QuantLinear(torch.nn.Module):
         """What an INT4 tensor core computes: smoothing, Hadamard and rounding here, the product in the kernel, the low
         rank beside it. Every step works on one row at a time in one order, so that a row of a batch gives the same
         bits alone (with float32 factors, but for the last bit of the low rank)."""
-        inside = x.float()
-        if self.smooth is not None:
-            inside = inside / self.smooth
-        if self.hadamard:
-            inside = reference.hadamard(inside, self.hadamard)
+        inside = reference.inside(x, self.smooth, self.hadamard)
         n, none = self.out_features, ops.ACTIVATIONS[None]
         y = ops.linear(self._rounded(inside), self.packed, n, self.group_size, self.bits, none, self.bias)
         if self.down is not None and self.up is not None:
@@ -284,10 +275,7 @@ class QuantLinear(torch.nn.Module):
         """x' [..., K] -> its 4-bit codes times their scales, permuted as the weight is."""
         flat = x.reshape(-1, self.in_features)
         columns = flat if self.perm is None else flat[:, self.perm.long()]
-        four = self._four()
-        size = reference.GROUP_4 if four.granularity == "group" else self.in_features
-        codes, scales = reference.quantize_rows(columns, size, four)
-        return (codes.float() * reference.expand(scales, size, self.in_features)).reshape(x.shape)
+        return reference.rounded(columns, self.group_size, self._four()).reshape(x.shape)
 
     def to_quantized(self) -> QuantizedWeight:
         """The plain value again: bit-equal codes, scales and zeros. TypeError for float16 storage."""
@@ -295,23 +283,16 @@ class QuantLinear(torch.nn.Module):
             return self.plain
         if self.bits == 16:
             raise TypeError("float16 storage holds no codes; use dequantize()")
-        if self.on_device is not None:
-            codes, scales, low_rank = self.on_device.weights()
-            return QuantizedWeight(
-                codes, scales, self.group_size, self.bits, None, self.perm, low_rank, self.smooth, self.hadamard,
-                self.declares(), self.bias,
-            )  # fmt: skip
-        if self.on_float is not None:
-            codes, scales, zeros, low_rank = self.on_float.weights()
-            return QuantizedWeight(
-                codes, scales, self.group_size, self.bits, zeros, self.perm, low_rank, self.smooth, self.hadamard,
-                self.declares(), self.bias,
-            )  # fmt: skip
-        codes, scales, zeros = layouts.unpack(
-            self.packed, self.out_features, self.in_features, self.group_size, self.bits, symmetric=self.symmetric
-        )
+        there = self.on_device or self.on_float
+        if there is not None:
+            codes, scales, zeros, low_rank = there.weights()
+        else:
+            codes, scales, zeros = layouts.unpack(
+                self.packed, self.out_features, self.in_features, self.group_size, self.bits, symmetric=self.symmetric
+            )
+            low_rank = self._low_rank()
         return QuantizedWeight(
-            codes, scales, self.group_size, self.bits, zeros, self.perm, self._low_rank(), self.smooth, self.hadamard,
+            codes, scales, self.group_size, self.bits, zeros, self.perm, low_rank, self.smooth, self.hadamard,
             self.declares(), self.bias,
         )  # fmt: skip
 
@@ -376,20 +357,11 @@ class QuantLinear(torch.nn.Module):
         for part in (self.on_device, self.on_int4, self.on_float):
             if part is not None:
                 part._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
+        super()._apply(fn, recurse)
         return self
 
     def _move(self, target: torch.device) -> QuantLinear:
-        q = self.to_quantized()
-        moved = {
-            name: t.to(target)
-            for name in ("codes", "scales", "zeros", "perm", "smooth", "bias")
-            if (t := getattr(q, name)) is not None
-        }
-        low = None if q.low_rank is None else LowRank(*(t.to(target) for t in q.low_rank))
-        there = QuantLinear.from_quantized(q.with_(**moved, low_rank=low), self.activation)
+        there = QuantLinear.from_quantized(self.to_quantized().to(target), self.activation)
         for name in ("packed", "bias", "perm", "smooth", "down", "up"):
             self._buffers[name] = there._buffers[name]
         self.plain, self.choice = there.plain, there.choice

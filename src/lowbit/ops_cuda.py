@@ -51,6 +51,12 @@ def refuses(device: torch.device | str | int) -> str | None:
     return None
 
 
+def _rows_of(x: Tensor, rank: int, silu: bool) -> tuple[int, int, Tensor]:
+    """Of what the two quantizers give: rows, columns padded, the low rank's half."""
+    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
+    return m, -(-k // 256) * 256, x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
+
+
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_quantize")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor,
@@ -64,10 +70,8 @@ def _(
     silu: bool,
     tile_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
-    codes = x.new_empty(m, -(-k // 256) * 256, dtype=torch.int8)
-    low = x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
-    return codes, x.new_empty(m, dtype=torch.float32), low
+    m, kp, low = _rows_of(x, rank, silu)
+    return x.new_empty(m, kp, dtype=torch.int8), x.new_empty(m, dtype=torch.float32), low
 
 
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear")  # type: ignore[untyped-decorator]
@@ -203,11 +207,9 @@ def _(
     silu: bool,
     clip: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
-    kp = -(-k // 256) * 256
-    codes, groups = x.new_empty(m, kp // 2, dtype=torch.uint8), x.new_empty(kp // 64, (m + 127) // 128 * 128)
-    low = x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
-    return codes, groups.float(), x.new_empty(m, dtype=torch.float32), low
+    m, kp, low = _rows_of(x, rank, silu)
+    groups = x.new_empty(kp // 64, (m + 127) // 128 * 128, dtype=torch.float32)
+    return x.new_empty(m, kp // 2, dtype=torch.uint8), groups, x.new_empty(m, dtype=torch.float32), low
 
 
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear4")  # type: ignore[untyped-decorator]

@@ -90,12 +90,34 @@ def quantize_rows(
     return codes.reshape(m, groups * size)[:, :k].to(torch.int8), scales
 
 
-def transform(x: Tensor, q: QuantizedWeight) -> Tensor:
-    """x' = Hᵀ(x / smooth) in float32, columns not yet permuted."""
+def inside(x: Tensor, smooth: Tensor | None, block: int) -> Tensor:
+    """x' = Hᵀ(x / smooth) in float32, columns not yet permuted; ``block`` is that of the Hadamard, 0 for none."""
     x = x.float()
-    if q.smooth is not None:
-        x = x / q.smooth.float().to(x.device)
-    return hadamard(x, q.hadamard) if q.hadamard else x
+    if smooth is not None:
+        x = x / smooth.float().to(x.device)
+    return hadamard(x, block) if block else x
+
+
+def transform(x: Tensor, q: QuantizedWeight) -> Tensor:
+    """``inside`` as a weight asks for it."""
+    return inside(x, q.smooth, q.hadamard)
+
+
+def scale_columns(activation: Activation, group_size: int, k: int) -> int:
+    """Columns of a row of x that share one scale, before weights with groups of ``group_size``."""
+    if activation.granularity != "group":
+        return k
+    return GROUP_4 if activation.bits == 4 else group_size
+
+
+def rounded(columns: Tensor, group_size: int, activation: Activation) -> Tensor:
+    """Columns [M, K] float32 as an integer product sees them: codes times their scale; as they are for float activations."""
+    if activation.granularity == "none":
+        return columns
+    k = columns.shape[-1]
+    size = scale_columns(activation, group_size, k)
+    codes, scales = quantize_rows(columns, size, activation)
+    return codes.float() * expand(scales, size, k)
 
 
 def linear(x: Tensor, q: QuantizedWeight, activation: Activation | None = None) -> Tensor:
@@ -111,9 +133,9 @@ def linear(x: Tensor, q: QuantizedWeight, activation: Activation | None = None) 
     if activation.granularity == "none":
         y = columns.double() @ w.T
     else:
-        size = (GROUP_4 if activation.bits == 4 else q.group_size) if activation.granularity == "group" else None
+        size = scale_columns(activation, q.group_size, q.k)
         codes, scales = quantize_rows(columns, size, activation)
-        y = (codes.double() * expand(scales.double(), size or q.k, q.k)) @ w.T
+        y = (codes.double() * expand(scales.double(), size, q.k)) @ w.T
     if q.low_rank is not None:
         y = y + (flat.double() @ q.low_rank.down.double()) @ q.low_rank.up.double().T
     if q.bias is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lowbit.bench import markdown
 from lowbit.prove.report import Bar, Point, bars, plot
 
 Line = Mapping[str, Any]
@@ -97,7 +98,7 @@ def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
         rows.setdefault(row_of(line), {})[line["span"][0]] = line
     heads = [f"{word} {a} …" for a, _ in spans for word in ("ratio", "KL")]
     columns = ["weights", "activations", "bits", *heads, "settings" if theirs else "to reach (aim)", "quantized in"]
-    out = [_markdown(columns), "|" + "---|" * len(columns)]
+    out = []
     for by_span in rows.values():
         line = next(iter(by_span.values()))
         target = target_of(line)
@@ -112,8 +113,8 @@ def table(lines: Sequence[Line], spans: Sequence[tuple[int, ...]]) -> str:
             wanted = ", ".join(f"{key} {value}" for key, value in line.get("settings", {}).items()).replace("|", "/")
         took = "" if seconds is None else f"{seconds:.0f} s" + (f" on {where}" if where else "")
         took += f" beside {line['beside']}" if took and line.get("beside") else ""
-        out.append(_markdown([*cells, wanted, took]))
-    return "\n".join(out)
+        out.append([*cells, wanted, took])
+    return markdown.table(columns, out)
 
 
 def row_of(line: Line) -> tuple[str, ...]:
@@ -188,7 +189,3 @@ def _figures(line: Line | None, target: Target | None) -> list[str]:
 
 def _reference(lines: Sequence[Line], span: tuple[int, ...]) -> float:
     return float(next(x["ppl_ref"] for x in lines if tuple(x["span"]) == span))
-
-
-def _markdown(cells: Sequence[str]) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench import accuracy, chart, models, speech
+from lowbit.bench import accuracy, chart, markdown, models, speech
 from lowbit.types import FormatError
 
 # What makes two lines parts of one run, and so of one table.
@@ -63,9 +63,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             "",
             f"{versions}; lines: `{first['source']}`",
             "",
-            _row(head),
-            "|" + "---|" * len(head),
-            *map(_row, rows),
+            markdown.table(head, rows),
         ]
     )
 
@@ -75,10 +73,6 @@ def _cells(x: Mapping[str, Any]) -> list[str]:
     times = [f"{x['median_ms']:.4f}", f"{x['min_ms']:.4f}"]
     rates = [f"{x['gops']:.0f}", f"{x['gb_per_s']:.1f}", f"{x['error']:.1e}"]
     return [f"{x['n']}×{x['k']}", str(x["m"]), str(x["threads"]), x["name"], *times, *rates, ratio, str(x["repeats"])]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
 def charts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:

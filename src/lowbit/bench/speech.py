@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowbit.bench import markdown
+
 Line = Mapping[str, Any]
 TARGETS = {"w4a8 g64": 0.196, "w4a4 g64": 0.205}  # nats a token, by scheme
 COLUMNS = ("model", "weights", "method", "activations", "bits a weight", "nll a token", "to reach", "word errors")
@@ -18,12 +20,11 @@ def chapter(lines: Sequence[Line]) -> str:
     first = lines[0]
     runs = ", ".join(dict.fromkeys(f"torch {x['torch']}, {x['date']}" for x in lines))
     sources = ", ".join(f"`{name}`" for name in dict.fromkeys(x["source"] for x in lines))
-    rows = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (COLUMNS, *map(_cells, lines))]
     return "\n\n".join(
         [
             f"## Speech: {first['tokens']} tokens of {first['clips']} clips",
             f"{runs}; lines: {sources}",
-            "\n".join([rows[0], "|" + "---|" * len(COLUMNS), *rows[1:]]),
+            markdown.table(COLUMNS, map(_cells, lines)),
             TOLD,
         ]
     )

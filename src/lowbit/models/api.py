@@ -94,11 +94,7 @@ def quantize(
     ``models.calibrate.quantize_model``. Raises FormatError before anything is changed for arguments that do not fit.
     """
     job = settle(model, resolve_scheme(scheme, group_size, symmetric, activation), method, skip, blocks)
-    fixed: dict[str, Activation] = {}
-    if budget is not None:
-        if calibration is not None and not isinstance(calibration, (str, os.PathLike)):
-            calibration = list(calibration)  # read twice
-        fixed = refuse_budget(model, job, calibration, budget, options.get("overrides") or {})
+    calibration, fixed = prepare_budget(model, job, calibration, budget, options.get("overrides") or {})
     base = sha256_of(get_linear(model, name).weight for name in job.names + job.heads)
     made: dict[str, Any] = {"method": job.method, "base_sha256": base}
     if job.scheme.bits == 16:
@@ -117,13 +113,14 @@ def quantize(
             blocks=job.blocks, resume_dir=None if resume_dir is None else os.fspath(resume_dir), progress=progress,
             **options,
         )  # fmt: skip
+        waiting = dict(quantized)
+        del quantized
         for name in job.heads:
-            q, row = head_of(name, get_linear(model, name), job.scheme)
-            quantized = {**quantized, name: q}
+            waiting[name], row = head_of(name, get_linear(model, name), job.scheme)
             report.rows.append(row)
-        for name, q in quantized.items():
+        for name in list(waiting):  # each let go when it is packed
             device = get_linear(model, name).weight.device
-            replace(model, name, QuantLinear.from_quantized(q.to(device)))
+            replace(model, name, QuantLinear.from_quantized(waiting.pop(name).to(device)))
     if job.heads:
         untie(model)
     if budget is not None and calibration is not None:
@@ -133,14 +130,19 @@ def quantize(
     return report
 
 
-def refuse_budget(
-    model: nn.Module, job: Job, calibration: object, budget: float, overrides: Mapping[str, str | Activation]
-) -> dict[str, Activation]:
-    """The linears whose activations are fixed already. FormatError for a budget that cannot be met."""
+def prepare_budget(
+    model: nn.Module, job: Job, calibration: Any, budget: float | None, overrides: Mapping[str, str | Activation]
+) -> tuple[Any, dict[str, Activation]]:
+    """The calibration, so that it can be read twice, and the linears whose activations are fixed already; both untouched
+    and empty without a budget. FormatError for one that cannot be met."""
+    if budget is None:
+        return calibration, {}
+    if calibration is not None and not isinstance(calibration, (str, os.PathLike)):
+        calibration = list(calibration)
     fixed = activations_of(job.names, overrides)
     sizes = {name: get_linear(model, name).weight.numel() for name in job.names}
     sensitivity.refuse(sizes, job.scheme, calibration, budget, fixed)
-    return fixed
+    return calibration, fixed
 
 
 def spend_budget(

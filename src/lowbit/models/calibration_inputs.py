@@ -34,6 +34,10 @@ class Batch:
     tokens: int
     decoder_mask: Tensor | None = None
 
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """The inputs, tensors on a device."""
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.inputs.items()}
+
     def mask_of(self, rows: int) -> Tensor | None:
         """Which of ``rows`` rows are no padding, None for all. Where both masks have that size, what both say: a row too
         few does less harm to statistics than one of padding."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.models.api import head_of, refuse_budget, resolve_scheme, settle, sha256_of, spend_budget, to_half
+from lowbit.models.api import head_of, prepare_budget, resolve_scheme, settle, sha256_of, spend_budget, to_half
 from lowbit.models.calibrate import quantize_model
 from lowbit.models.disk import DiskModel, weights_of
 from lowbit.models.load import load, untie
@@ -59,9 +59,7 @@ def quantize_directory(
     disk = DiskModel(source, blocks or (lambda model: recipe_for(model).blocks), device=device)
     model = disk.model
     job = settle(model, chosen, method, [*skip, *(() if head else recipe_for(model).skip)], blocks)
-    if budget is not None and calibration is not None and not isinstance(calibration, (str, os.PathLike)):
-        calibration = list(calibration)  # read twice
-    fixed = {} if budget is None else refuse_budget(model, job, calibration, budget, options.get("overrides") or {})
+    calibration, fixed = prepare_budget(model, job, calibration, budget, options.get("overrides") or {})
     base = sha256_of(weights_of(disk, job.names + job.heads))
     made: dict[str, Any] = {"method": job.method, "base_sha256": base}
     layers: dict[str, Any] = {}

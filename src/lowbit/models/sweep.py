@@ -77,7 +77,7 @@ class Sweep:
     def _run(self, batch: Batch) -> Tensor:
         """Logits [rows, V] of a batch at every fourth position, less those of padding."""
         device = next(self.model.parameters()).device
-        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.inputs.items()}
+        inputs = batch.on(device)
         ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
         kept = None if ids is None or ids.shape[1] < EVERY else torch.arange(EVERY - 1, ids.shape[1], EVERY)
         few = {"logits_to_keep": kept.to(device)} if self.sparse and kept is not None else {}

@@ -123,11 +123,10 @@ class Walk:
         traces: list[Trace] = []
         more = False
         for number, batch in enumerate(self.batches):
-            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.inputs.items()}
             recorder = _Recorder(self, self.given[number], len(order) if traces else None)
             with recorder.standing_in():
                 try:
-                    self.model(**{**self.extras, **inputs})
+                    self.model(**{**self.extras, **batch.on(device)})
                 except _Stop:
                     pass
             found = [call.block for call in recorder.calls]

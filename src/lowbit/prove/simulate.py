@@ -41,28 +41,14 @@ class Simulated(nn.Module):
         self.register_buffer("bias", None if q.bias is None else q.bias.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = x.reshape(-1, self.in_features).float()
-        if self.smooth is not None:
-            inside = inside / self.smooth
-        if self.hadamard:
-            inside = reference.hadamard(inside, self.hadamard)
+        inside = reference.inside(x.reshape(-1, self.in_features), self.smooth, self.hadamard)
         columns = inside if self.perm is None else inside[:, self.perm]
-        y = self._rounded(columns) @ self.weight.T
+        y = reference.rounded(columns, self.group_size, self.activation) @ self.weight.T
         if self.down is not None and self.up is not None:
             y = y + (inside @ self.down) @ self.up.T
         if self.bias is not None:
             y = y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
-
-    def _rounded(self, columns: Tensor) -> Tensor:
-        """What the integer product sees: codes times their scales; the columns themselves for float activations."""
-        if self.activation.granularity == "none":
-            return columns
-        size = self.in_features
-        if self.activation.granularity == "group":
-            size = reference.GROUP_4 if self.activation.bits == 4 else self.group_size
-        codes, scales = reference.quantize_rows(columns, size, self.activation)
-        return codes.float() * reference.expand(scales, size, self.in_features)
 
 
 def simulate(model: nn.Module, quantized: Mapping[str, QuantizedWeight]) -> dict[str, Simulated]:

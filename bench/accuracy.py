@@ -353,7 +353,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True)
     model = model.eval().requires_grad_(False).to(args.device)
-    _warm(model.device)
     text = args.text.read_text("utf-8")
     spans = {
         start: windows_of(text, tokenizer, context=args.context, tokens=args.tokens, skip=start) for start in args.spans
@@ -404,15 +403,6 @@ def assets(folder: Path) -> tuple[Path, Path, Path]:
         if not path.exists():
             path.write_text(packed.text(path.stem), "utf-8")
     return model, *texts
-
-
-def _warm(device: torch.device) -> None:
-    """torch loads a GPU's solvers when they are first asked, and fails where two threads ask at once: ask here."""
-    square = torch.eye(64, device=device, dtype=torch.float64)
-    torch.linalg.cholesky_ex(square)
-    torch.linalg.eigh(square)
-    torch.linalg.qr(square)
-    torch.linalg.solve_triangular(square, square, upper=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from a file and be let go again (``present``); then results are kept in the work
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from ..types import SCHEMES, Activation, FormatError, QuantizedWeight, Scheme
 from .blocks import Block, check_widths, evaluating, find_blocks
 from .calibration_inputs import TOKENS, WINDOW, Batch, Calibration, digest, read_calibration
 from .collect import collect
+from .memory import estimate, free_on, open_solvers, told, workers_that_fit
 from .overrides import activations_of
 from .recipes import recipe_for
 from .report import Progress, Report, reporter
@@ -75,11 +77,12 @@ def quantize_model(
     "a16"} chooses the activations of some linears (whole dotted names, beginnings or ends; the last match counts).
     ``resume_dir`` keeps finished blocks; a rerun from the same original model and settings ends in the same bytes.
     ``progress``: True draws a bar with an estimate, or a function (done, total, label).
+    On a CUDA device the memory that is needed is worked out first (memory.py) and printed beside the bar.
     ``present`` (block) is a context in which the weights of a block are in memory, elsewhere they may be on meta; what
     comes back then reads one block at a time from ``resume_dir``, which it needs.
 
     FormatError, before any work: a width that the group size does not divide (all such layers are named), an empty
-    calibration, an unknown scheme or method. Later: non-finite activations, with layer and sample.
+    calibration, an unknown scheme or method, a CUDA device whose memory cannot hold the work. Later: non-finite activations, with layer and sample.
     """
     started = time.monotonic()
     if isinstance(scheme, str):
@@ -123,6 +126,22 @@ def quantize_model(
     elif present is not None:
         raise FormatError("resume_dir: found None, accepted with weights that stay on disk is a directory for results")
 
+    workers = torch.get_num_threads()
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    if device.type == "cuda":
+        need = estimate(
+            plan, recipe_for(model).groups if blocks is None else (), report.calibration_tokens, batch_tokens,
+            on_disk=present is not None, hessian=method != "rtn",
+        )  # fmt: skip
+        free = free_on(device)
+        workers = workers_that_fit(need, free, workers, device)
+        open_solvers(device)
+        if progress is True:
+            print(
+                f"memory on {device}: {need.total(workers) / 1e9:.2f} of {free / 1e9:.2f} GB free ({told(need, workers)})",
+                file=sys.stderr,
+            )
+
     finished: Finished = {}
     stored = None if present is None or work is None else Stored(work)
     rows: dict[str, Row] = {}
@@ -138,7 +157,9 @@ def quantize_model(
                     if part is None:
                         before = weights_digest(block.linears) if work else ""
                         early = inputs == "float" and not advanced
-                        part = _quantize_block(block, traces, step, scheme, options, chosen, missing, seed, early)
+                        part = _quantize_block(
+                            block, traces, step, scheme, options, chosen, missing, seed, early, workers
+                        )
                         advanced = advanced or early
                         if work:
                             work.save(index, before, part)
@@ -204,8 +225,9 @@ def _quantize_block(
     missing: str,
     seed: int,
     advance: bool,
+    workers: int,
 ) -> Finished:
-    """All linears of a block. Without traces (no calibration) they are rounded to nearest."""
+    """All linears of a block, of ``workers`` inputs at a time. Without traces (no calibration) they are rounded to nearest."""
     measured: list[tuple[list[str], InputStats | None]] = [([name], None) for name in block.linears]
     if step is not None:
         hessian = options.method != "rtn"
@@ -234,7 +256,7 @@ def _quantize_block(
     threads = torch.get_num_threads()
     jobs.sort(key=lambda job: -block.linears[job[0][0]].in_features)
     try:
-        with ThreadPoolExecutor(min(threads, max(len(jobs), 1))) as pool:
+        with ThreadPoolExecutor(min(workers, max(len(jobs), 1))) as pool:
             done = {name: found for part in pool.map(solve, jobs) for name, found in part.items()}
     finally:
         torch.set_num_threads(threads)

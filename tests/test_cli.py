@@ -24,7 +24,7 @@ from lowbit.prove.compare import perplexity
 
 transformers = pytest.importorskip("transformers")
 TEXT = "The quick brown fox jumps over the lazy dog; it was not amused. " * 40
-COMMANDS = ("quantize", "convert", "inspect", "run", "eval", "explain", "bench")
+COMMANDS = ("quantize", "convert", "inspect", "run", "eval", "explain", "profile", "roofline", "bench")
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,12 @@ svg text { font: 12px system-ui, sans-serif; fill: #333; }
 
 
 class Point(NamedTuple):
-    """One mark of a plot; an empty label writes nothing beside it."""
+    """One mark of a plot; an empty label writes nothing beside it. ``tip`` under the pointer (the label where empty)."""
 
     x: float
     y: float
     label: str = ""
+    tip: str = ""
 
 
 class Bar(NamedTuple):
@@ -64,17 +65,25 @@ def plot(
     *,
     x_from: float | None = None,
     y_from: float | None = None,
+    x_log: bool = False,
     y_log: bool = False,
+    lines: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> str:
     """An SVG scatter plot, which can stand in a file of its own, of named series, one colour each, with a legend where there are two or more.
 
-    ``x_from`` and ``y_from`` are taken into the axis (0 shows sizes in proportion). Points that are not finite, or not
+    ``x_from`` and ``y_from`` are taken into the axis (0 shows sizes in proportion). ``lines`` are drawn under the points
+    through the (x, y) given, which the axes take in, with their name at the end. Points that are not finite, or not
     positive on a logarithmic axis, are left out and counted in the plot. No points at all gives an empty frame.
     """
     every = [point for points in series.values() for point in points]
-    shown = [p for p in every if math.isfinite(p.x) and math.isfinite(p.y) and (p.y > 0 or not y_log)]
-    x_axis = _axis([p.x for p in shown], x_from, False)
-    y_axis = _axis([p.y for p in shown], y_from, y_log)
+    shown = [
+        p
+        for p in every
+        if math.isfinite(p.x) and math.isfinite(p.y) and (p.y > 0 or not y_log) and (p.x > 0 or not x_log)
+    ]
+    corners = [corner for line in (lines or {}).values() for corner in line]
+    x_axis = _axis([*(p.x for p in shown), *(x for x, _ in corners)], x_from, x_log)
+    y_axis = _axis([*(p.y for p in shown), *(y for _, y in corners)], y_from, y_log)
     inner_w = WIDTH - LEFT - RIGHT - (LEGEND if len(series) > 1 else 0)
     inner_h = HEIGHT - TOP - BOTTOM
 
@@ -97,13 +106,19 @@ def plot(
         f'<text transform="translate(14 {TOP + inner_h / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
     )
     taken = [(px(p.x) - 5, py(p.y) - 5, px(p.x) + 5, py(p.y) + 5) for p in shown]
+    for name, line in (lines or {}).items():
+        path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in line)
+        out.append(f'<polyline points="{path}" fill="none" stroke="#555" stroke-width="1.5"/>')
+        end_x, end_y = px(line[-1][0]) - 4, py(line[-1][1]) - 5
+        out.append(svg.text(end_x, end_y, name, "end"))
+        taken.append((end_x - svg.LETTER * len(name), end_y - 11, end_x, end_y + 3))
     for index, (name, points) in enumerate(series.items()):
         colour = svg.COLOURS[index % len(svg.COLOURS)]
         for point in points:
             if point not in shown:
                 continue
             x, y = px(point.x), py(point.y)
-            title = escape(f"{point.label or name}: {svg.number(point.x)}, {svg.number(point.y)}")
+            title = escape(f"{point.tip or point.label or name}: {svg.number(point.x)}, {svg.number(point.y)}")
             out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" fill-opacity="0.8">')
             out.append(f"<title>{title}</title></circle>")
             if point.label:

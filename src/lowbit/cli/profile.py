@@ -1,0 +1,124 @@
+"""``lowbit profile``: where the time of a run went, and a trace to look at."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from lowbit.cli.show import as_json, loading, table
+from lowbit.types import FormatError
+
+if TYPE_CHECKING:
+    from lowbit.prove.profile import Profile
+    from lowbit.prove.profile_runs import Run
+
+TRACES = (".json", ".json.gz")
+
+
+def add(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    one = commands.add_parser(
+        "profile", parents=[common], help="time by kind of work, idle time and its causes, and a Chrome trace"
+    )
+    one.add_argument("model", nargs="?", help="a causal language model, or a trace (.json, .json.gz) to read instead")
+    one.add_argument("--omnivoice", metavar="DIR", help="generate speech with this model (package omnivoice)")
+    one.add_argument("--prompt", help="of a language model; default: 32 fixed tokens, without a tokenizer")
+    one.add_argument("--tokens", type=int, metavar="N", help="to decode; a step is a token (16)")
+    one.add_argument("--audio", type=float, metavar="S", help="seconds of speech (2)")
+    one.add_argument("--steps", type=int, metavar="N", help="decoding steps of --omnivoice (32), or steps in a trace")
+    one.add_argument("--calls", type=int, default=1, metavar="N", help="how often to run it under the profiler (1)")
+    one.add_argument("--trace", metavar="FILE", help="keep the trace: .json or .json.gz, for Perfetto")
+    one.add_argument("--no-stacks", action="store_true", help="leave out Python calls: no causes of gaps, truer times")
+    one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    one.add_argument("--engine", choices=("auto", "native", "transformers"), default="auto")
+    loading(one)
+    one.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from lowbit.prove import profile as prof
+
+    if (args.model is None) == (args.omnivoice is None):
+        raise FormatError("profile: accepted is one of a model directory, a trace file and --omnivoice DIR")
+    if args.trace and not args.trace.endswith(TRACES):
+        raise FormatError(f"--trace: found {args.trace}, accepted is a name that ends in {' or '.join(TRACES)}")
+    if args.model and args.model.endswith(TRACES):
+        found, what = prof.of_file(args.model, args.steps), f"trace {args.model}"
+    else:
+        job = _job(args)
+        what = job.what
+        found = prof.profile(job.call, args.calls, per_call=job.steps, stacks=not args.no_stacks, path=args.trace)
+    if args.json:
+        as_json({"what": what, **found.as_dict()})
+        return 0
+    _print(found, what)
+    return 0
+
+
+def _job(args: argparse.Namespace) -> Run:
+    import torch
+
+    from lowbit.prove import profile_runs
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise FormatError("--device: found cuda, but torch has no CUDA device; accepted here is cpu")
+    dtype = getattr(torch, args.dtype)
+    own = (
+        {"--prompt": args.prompt, "--tokens": args.tokens}
+        if args.omnivoice
+        else {"--audio": args.audio, "--steps": args.steps}
+    )
+    for name, value in own.items():
+        if value is not None:
+            raise FormatError(
+                f"{name}: found {value!r}, accepted {'without' if args.omnivoice else 'with'} --omnivoice"
+            )
+    if args.omnivoice:
+        return profile_runs.omnivoice(
+            args.omnivoice, audio=2.0 if args.audio is None else args.audio, steps=32 if args.steps is None else args.steps,
+            device=args.device, dtype=dtype,
+        )  # fmt: skip
+    return profile_runs.text(
+        args.model, args.prompt, 16 if args.tokens is None else args.tokens, device=args.device, engine=args.engine,
+        activation=args.activation, dtype=dtype,
+    )  # fmt: skip
+
+
+def _print(found: Profile, what: str) -> None:
+    from lowbit.prove.profile import BOUNDARY, cause
+
+    gpu = found.device == "gpu"
+    unit = "kernels" if gpu else "operators"
+    each = found.per_step()
+    table(f"{what}: {found.steps} steps", ["category", "ms", "%", unit, "mean us"], [
+        [row.category, f"{row.ms:.3f}", f"{100 * row.share:.1f}", row.events, f"{row.mean_us:.1f}"] for row in found.rows
+    ])  # fmt: skip
+    print()
+    where = "no kernel on any stream" if gpu else "in no operator (Python, and the profiler itself)"
+    rows = [
+        ["span, ms", f"{each['span_ms']:.3f}"],
+        ["busy, ms", f"{each['busy_ms']:.3f}"],
+        [f"{where}, %", f"{100 * found.idle:.1f}"],
+        [unit, f"{each['events']:.1f}"],
+    ]
+    if found.wall_ms is not None:
+        rows.insert(0, ["without the profiler, ms", f"{found.wall_ms:.3f}"])
+    if found.launches is not None:
+        rows += [
+            ["launches", f"{each['launches']:.1f}"],
+            ["CPU time in launches, us", f"{each['launch_us']:.1f}"],
+            ["GPU idle for want of a launch, us", f"{each['late_us']:.1f}"],
+            [f"GPU idle in gaps up to {BOUNDARY:g} us, us", f"{each['boundary_us']:.1f}"],
+        ]
+    table("a step", ["", "mean"], rows)
+    print(f"\n{found.gap_count} gaps, {found.gap_count - found.boundaries} above {BOUNDARY:g} us; the largest:")
+    table("", ["at ms", "us", "before it", "after it", "CPU was in"], [
+        [f"{gap.start_us / 1e3:.3f}", f"{gap.us:.1f}", _short(gap.before), _short(gap.after), cause(gap.stack) or "-"]
+        for gap in found.gaps
+    ])  # fmt: skip
+    if found.trace:
+        print(f"trace: {found.trace}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 40 else name[:37] + "..."

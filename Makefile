@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+# make demo | test | test-gpu | cuda-report | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -no
 
 LINTS := ruff format clang-format mypy imports
 
-.PHONY: demo test test-gpu lint $(LINTS:%=lint-%) check accuracy foreign clean
+.PHONY: demo test test-gpu cuda-report lint $(LINTS:%=lint-%) check accuracy foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
@@ -43,6 +43,10 @@ check: $(PACKAGE) $(ASSETS)
 # On a machine with a GPU, where the package is installed already and torch has CUDA.
 test-gpu:
 	@$(PYTHON) -m pytest -m gpu
+
+# Registers, stack and shared memory of every CUDA kernel of the installed build, by chip; no GPU.
+cuda-report: $(PACKAGE)
+	@$(BIN)/python -m lowbit.bench.sass
 
 # docs/numbers.md and its charts from the kept JSON lines. RUN=1 first quantizes and judges every recipe that
 # bench/results/accuracy.jsonl lacks (hours on two cores, minutes with ACCURACY="--device cuda"); needs no build.

@@ -216,7 +216,7 @@ class QuantLinear(Kept):
             raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., {self.in_features}]")
         if x.dtype not in ops.DTYPES:
             raise FormatError(f"x: found {x.dtype}, accepted are float32, bfloat16, float16")
-        if x.is_cuda != self.packed.is_cuda:
+        if x.is_cuda != self.packed.is_cuda or (x.is_cuda and x.device != self.packed.device):
             raise FormatError(f"x: found on {x.device}, accepted is {self.packed.device}, where the layer is")
         y: Tensor
         if self.on_device is not None and self.activation == "token" and self._activation_bits == 8:
@@ -373,7 +373,12 @@ class QuantLinear(Kept):
         """The second packing that other than int8 rows want on a CUDA device."""
         four = self._four()
         wanted = self.on_device is not None and self._activation_bits == 4 and self.bits == 4
-        if wanted and four.granularity == "group" and self.in_features % 64 == 0:
+        if (
+            wanted
+            and ops_cuda.runs_int4(self.packed.device)
+            and four.granularity == "group"
+            and self.in_features % 64 == 0
+        ):
             self.on_int4 = FourBitLinear(self.to_quantized(), four.clip)
         else:
             self.on_int4 = None

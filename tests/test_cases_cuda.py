@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit import dispatch, ops, ops_cuda
+from lowbit.cuda import FloatLinear
 from lowbit.layouts import mma_tiles
 from lowbit.nn import QuantLinear
 from lowbit.types import FormatError, LowRank, QuantizedWeight
@@ -404,6 +405,15 @@ def test_gpu_01_import_never_fails() -> None:
     assert "CUDA" in done.stdout or "nvcc" in done.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_of_the_gpu_tests_says_how_many_ran() -> None:
+    """And is no success where none did."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/test_cuda_gpu.py", "tests/test_cases_gpu.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(ops.__file__).parents[1])}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "GPU tests: 0 ran (0 passed, 0 failed, 0 error, " in done.stdout
+
+
 # -- the Python side: what comes before an operator ------------------------------------------------------------------
 
 CPU_CALLS: dict[str, Callable[[], object]] = {
@@ -457,6 +467,12 @@ def test_tiles_refuse_by_name() -> None:
         assert why in (mma_tiles.refuses(bad) or "")
         with pytest.raises(FormatError, match="weight: .*" + why):
             mma_tiles.pack(bad)
+
+
+def test_a_layer_that_runs_in_float_alone_is_in_its_state_dict() -> None:
+    q = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 1), 64, 4)
+    assert {"codes", "scales"} <= set(FloatLinear(q, alone=True).state_dict())
+    assert not FloatLinear(q).state_dict()  # beside another part that carries the weight
 
 
 def test_a_layer_names_x() -> None:

@@ -145,7 +145,7 @@ class QuantLinear(Kept):
                 plain=q if runs_reference else None,
                 choice=choice,
                 on_device=DeviceLinear(q) if on_cuda else None,
-                on_float=FloatLinear(q) if on_float else None,
+                on_float=FloatLinear(q, alone=True) if on_float else None,
             )
             if on_cuda and four is not None and q.bits == 4 and ops_cuda.has_int4(device):
                 layer.activation_bits = 4

@@ -414,6 +414,15 @@ def test_a_run_of_the_gpu_tests_says_how_many_ran() -> None:
     assert done.returncode == 1 and "GPU tests: 0 ran (0 passed, 0 failed, 0 error, " in done.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_bench_of_a_chip_says_what_it_found_instead() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(ops.__file__).parents[1]), "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "bench/bench_gpu.sh"), "8.9"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and not done.stdout
+    assert "chip: found no CUDA device (0.0), accepted is compute capability 8.9" in done.stderr
+
+
 # -- the Python side: what comes before an operator ------------------------------------------------------------------
 
 CPU_CALLS: dict[str, Callable[[], object]] = {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from lowbit.bench import sass
+from lowbit.bench import predict, sass
 
 LIBRARY = sass.LIBRARY
 
@@ -84,6 +86,30 @@ def test_the_portable_gemm_keeps_its_loops_in_registers() -> None:
         spans = sass.loops(code, "IMMA.16832.S8.S8")
         assert spans, name
         assert not [line for a, b in spans for line in spills(code[a : b + 1])], name
+
+
+def test_the_kept_predictions_are_what_this_build_gives() -> None:
+    """`make predict` writes them anew where the INT4 GEMM has changed."""
+    tool("cuobjdump"), tool("nvdisasm")
+    file = Path(__file__).parents[1] / "bench" / "results" / "cuda" / "predicted-l4.jsonl"
+    of_a_run = {"lowbit": None, "commit": None, "date": None}
+    kept = [json.loads(text) | of_a_run for text in file.read_text("utf-8").splitlines()]
+    assert kept == [line | of_a_run for line in predict.lines()]
+
+
+def test_a_prediction_takes_the_longest_of_three() -> None:
+    loops = {t: predict.Loop(t, t // 2, issued, 250) for t, issued in ((32, 8 * 300), (64, 8 * 640))}
+    chip = predict.L4
+    assert predict.cycles(chip, loops[64]) == (1024, 1280)
+    busy = predict.product(chip, loops, 4096, 1024, 685)  # 32 x 11 tiles on 58 multiprocessors: 7 rounds of 4 blocks
+    assert busy == {"us": round(7 * 4 * 1280 / 2.04e9 * 1e6, 2), "bound": "schedulers"}
+    lean = {t: loop._replace(issued=8) for t, loop in loops.items()}
+    assert predict.product(chip, lean, 4096, 1024, 685)["bound"] == "tensor cores"
+    few = predict.product(chip, loops, 4096, 1024, 1)
+    assert few == {"us": round((4096 * 1024 / 2 + 4096 * 16 * 4) / 300e9 * 1e6, 2), "bound": "memory"}
+    # warps 0 and 1 copy scales of both sides, 2 and 3 of one, the others none: 2 + 4 chunks of rows each
+    assert [predict.copies(64, warp) for warp in range(8)] == [8, 8, 7, 7, 6, 6, 6, 6]
+    assert [predict.copies(32, warp) for warp in range(8)] == [7, 6, 6, 6, 5, 5, 5, 5]
 
 
 def test_every_kernel_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:

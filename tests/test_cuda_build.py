@@ -139,6 +139,12 @@ def test_no_kernel_of_this_build_is_without_code() -> None:
         assert all(len(code) > 100 for code in functions(chip).values()), chip
 
 
+def test_there_is_code_for_every_chip_that_is_served() -> None:
+    command = [tool("cuobjdump"), "--list-elf", str(LIBRARY)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"sm_\d+a?", listed)) == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_90a"}
+
+
 def test_there_is_ptx_for_newer_chips() -> None:
     command = [tool("cuobjdump"), "--list-ptx", str(LIBRARY)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -304,5 +304,5 @@ def has_int4(device: torch.device | str | int) -> bool:
 
 
 def runs_int4(device: torch.device | str | int) -> bool:
-    """Whether the kernel for 4-bit activations runs there at all: emulated on Hopper, not on newer chips."""
+    """Whether the kernel for 4-bit activations runs there: emulated on Hopper, not on newer chips."""
     return torch.cuda.get_device_capability(device) <= (9, 0)

@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+# make demo | test | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -no
 
 LINTS := ruff format clang-format mypy imports
 
-.PHONY: demo test test-gpu lint $(LINTS:%=lint-%) check accuracy foreign clean
+.PHONY: demo test test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
@@ -44,11 +44,23 @@ check: $(PACKAGE) $(ASSETS)
 test-gpu:
 	@$(PYTHON) -m pytest -m gpu
 
-# docs/numbers.md and its charts from the kept JSON lines. RUN=1 first quantizes and judges every recipe that
+# One command for the owner of an NVIDIA L4: correctness and speed of every kernel, then docs/numbers.md with its figures.
+bench-l4:
+	@PYTHON=$(PYTHON) bench/bench_gpu.sh 8.9
+
+# Registers, stack and shared memory of every CUDA kernel of the installed build, by chip; no GPU.
+cuda-report: $(PACKAGE)
+	@$(BIN)/python -m lowbit.bench.sass
+
+# What the INT4 GEMM of the installed build would take on an L4, from its instructions (predicted, docs/numbers.md).
+predict: $(PACKAGE)
+	@$(BIN)/python -m lowbit.bench.predict --out bench/results/cuda/predicted-l4.jsonl
+
+# docs/numbers.md, its charts and the table of docs/kernels.md from the kept JSON lines. RUN=1 first quantizes and judges every recipe that
 # bench/results/accuracy.jsonl lacks (hours on two cores, minutes with ACCURACY="--device cuda"); needs no build.
 accuracy: $(DEPS) $(if $(RUN),$(ASSETS))
 	@$(if $(RUN),PYTHONPATH=src $(BIN)/python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl $(ACCURACY))
-	@PYTHONPATH=src $(BIN)/python -m lowbit bench numbers bench/results/*.jsonl --out docs/numbers.md
+	@PYTHONPATH=src $(BIN)/python -m lowbit bench numbers bench/results/*.jsonl bench/results/cuda/*.jsonl --out docs/numbers.md
 
 # What the tools that own a format make of our files: each tool in an environment of its own, so minutes and downloads.
 foreign: $(PACKAGE) $(ASSETS)

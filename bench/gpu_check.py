@@ -1,8 +1,11 @@
 """One run on a GPU: are the CUDA kernels right, and how fast. Builds nothing; every check stands alone.
 
-    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope overlap module small speed chain peers] [w8 w4ch w4two w4grp] [FILE.json]
+    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope overlap module small error speed speed4 chain peers]
+        [w8 w4ch w4two w4grp] [FILE.jsonl]
+    PYTHONPATH=src python3 bench/gpu_check.py --target 8.9    where a chip of that compute capability keeps its lines
 
 Sections and modes in processes of their own (run_gpu_check.sh): a kernel that hangs or faults costs its own part only.
+Lines are added to FILE, each with the chip, versions, commit and date; `lowbit bench numbers` makes pages of them.
 
 Exact means bit for bit against float64 sums of integers with power-of-two scales.
 """
@@ -11,6 +14,7 @@ Exact means bit for bit against float64 sums of integers with power-of-two scale
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import traceback
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lowbit import ops_cuda, reference
-from lowbit.bench.cuda_layers import Stack, replayed
+from lowbit.bench.cuda_layers import RANK, Stack, facts, replayed
 from lowbit.layouts import mma_tiles as tiles
 from lowbit.types import LowRank, QuantizedWeight
 
@@ -254,8 +258,12 @@ def linear(
             check(name, off < (3e-3 if dtype == torch.bfloat16 else 8e-4 if rounds else 5e-4), off=off)
 
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def rows_of(mode: str) -> range:
-    return range(-1, 7 if mode == "w4grp" else 11)
+    """The rows of Hopper's tiles; other chips have one GEMM."""
+    return range(-1, (7 if mode == "w4grp" else 11) if HOPPER else 0)
 
 
 def gemm() -> None:
@@ -292,7 +300,7 @@ def gemv() -> None:
             for m in (1, 5, 8, 9, 16):
                 linear(q, m, [ops_cuda.GEMV], exact=exact)
         q = weight(mode, 384, 1024, exact=True)
-        linear(q, 16, [ops_cuda.GEMV, 0], rank=32, bias=True)
+        linear(q, 16, [ops_cuda.GEMV, *([0] if HOPPER else [])], rank=32, bias=True)
         linear(q, 1, [ops_cuda.GEMV], rank=64, bias=True, dtype=torch.float32)
         if mode != "w4grp":  # a row alone has the bits of the batch, whichever kernel runs
             q = weight(mode, 1024, 2048, exact=False)
@@ -607,6 +615,31 @@ def module() -> None:
     check("usable after the errors", layer(torch.randn(2, 256, device=DEVICE)).shape == (2, 130))
 
 
+# -- figures --------------------------------------------------------------------------------------------------------
+
+
+def error() -> None:
+    """Of a whole layer, quantize included, against the fp32 product of the dequantized weight: Gaussian x, Frobenius."""
+    for mode in MODES:
+        n, k, m = 4096, 1024, 685
+        g = torch.Generator(device=DEVICE).manual_seed(7)
+        q = weight(mode, n, k, exact=False)
+        low = LowRank(
+            torch.randn(k, RANK, generator=g, device=DEVICE) / k**0.5,
+            torch.randn(n, RANK, generator=g, device=DEVICE) / 8,
+        )
+        t, branch = tiles.pack(q), tiles.pack_branch(low, n)
+        x = torch.randn(m, k, generator=g, device=DEVICE).half()
+        codes, scales, hidden = ops_cuda.quantize(x, hadamard=True, down=branch.down)
+        y = ops_cuda.linear(codes, scales, hidden, t.weight, t.channel, None, branch.up, n, t.mode, torch.float16)
+        inside = reference.hadamard(x.float(), 64).double()
+        want = inside @ reference.dequantize_codes(q).double().T
+        want = want + (inside @ low.down.double()) @ low.up.double().T
+        off = reference.error(y, want)
+        check(f"error {mode}", off < 1e-2, off=off)
+        say(error=mode, shape=f"{n}x{k}", m=m, frobenius=off)
+
+
 # -- speed ----------------------------------------------------------------------------------------------------------
 
 
@@ -701,6 +734,49 @@ def speed() -> None:
             res.zero_()
         out["silu_r16"] = replayed([lambda: ops_cuda.quantize(two, silu=True, hadamard=True, down=down)] * 28) / 28
         say(quantize=f"{m}x{k}", **out)
+    x = torch.randn(685, 1024, device=DEVICE).half()
+    say(inverse_rms="685x1024", us=replayed([lambda: ops_cuda.inverse_rms(x, 1e-6)] * 28) / 28)
+    n, k = 4096, 4096  # codes that leave L2 between their turns, scales of 64 columns
+    codes = [torch.randint(0, 256, (n, k // 2), device=DEVICE, dtype=torch.uint8) for _ in range(16)]
+    scales = torch.rand(n, k // 64, device=DEVICE)
+    calls = [lambda c=c: ops_cuda.dequantize(c, scales, None, k, 64, 4, torch.float16) for c in codes]
+    say(dequantize=f"{n}x{k}", us=replayed(calls) / len(calls))
+
+
+def speed4() -> None:
+    """INT4 tensor cores, where there are any: each shape, and a layer of four, product alone and with quantize."""
+    if not ops_cuda.has_int4(0):
+        print("speed4: the chip has no INT4 tensor cores", flush=True)
+        return
+    shared = {}
+    for name, (n, k) in LAYER.items():
+        low = LowRank(torch.randn(k, RANK, device=DEVICE) / k**0.5, torch.randn(n, RANK, device=DEVICE) / 50)
+        rows, branch = tiles.pack_rows(weight("w4grp", n, k, exact=False)), tiles.pack_branch(low, n, 128)
+        shared[name] = (
+            [tuple(t.clone() for t in (*rows, *branch)) for _ in range(LAYERS)],
+            torch.zeros(n, device=DEVICE),
+        )
+    for m in (1, 16, 172, 685, 1890):
+        alone, whole = [], []
+        for name, (n, k) in LAYER.items():
+            x = torch.randn(m, k, device=DEVICE).half()
+            copies, bias = shared[name]
+            ready = ops_cuda.quantize4(x, hadamard=True, down=copies[0][2])
+
+            def product(given: tuple[Tensor, ...], kept: tuple[Tensor, ...], bias: Tensor = bias, n: int = n) -> Tensor:
+                return ops_cuda.linear4(*given, kept[0], kept[1], bias, kept[3], n, torch.float16)
+
+            mine = [lambda c=c, r=ready, p=product: p(r, c) for c in copies]
+            both = [lambda c=c, x=x, p=product: p(ops_cuda.quantize4(x, hadamard=True, down=c[2]), c) for c in copies]
+            say(int4=name, shape=f"{n}x{k}", m=m, us=replayed(mine) / LAYERS, with_quantize=replayed(both) / LAYERS)
+            alone.append(mine)
+            whole.append(both)
+        say(
+            layer="w4a4",
+            m=m,
+            linears=replayed([call for each in zip(*alone) for call in each]) / LAYERS,
+            all=replayed([call for each in zip(*whole) for call in each]) / LAYERS,
+        )
 
 
 def chain() -> None:
@@ -763,6 +839,7 @@ def chain() -> None:
 
 
 def peers() -> None:
+    one = torch.ones((), device=DEVICE)
     for m in (1, 16, 172, 685, 1890):
         out: dict[str, float] = {}
         half = {
@@ -771,7 +848,6 @@ def peers() -> None:
         x = {name: torch.randn(m, k, device=DEVICE).half() for name, (_, k) in LAYER.items()}
         out["fp16"] = replayed([lambda n=n, i=i: x[n] @ half[n][i].T for i in range(LAYERS) for n in LAYER]) / LAYERS
         try:
-            one = torch.ones((), device=DEVICE)
             f8 = {n: [w.to(torch.float8_e4m3fn) for w in half[n]] for n in LAYER}
             x8 = {n: torch.nn.functional.pad(x[n], (0, 0, 0, -m % 16)).to(torch.float8_e4m3fn) for n in LAYER}
             out["fp8"] = (
@@ -805,15 +881,45 @@ def peers() -> None:
         for m in (1, 16):
             xh = torch.randn(m, k, device=DEVICE).half()
             xb = xh.bfloat16()
-            say(peers=f"{n}x{k}", m=m, fp16=replayed([lambda i=i: xh @ w[i].T for i in range(copies)]) / copies,
-                tinygemm=replayed([lambda i=i: torch._weight_int4pack_mm(xb, w4[i], 64, sz) for i in range(copies * 2)]) / copies / 2)  # fmt: skip
+            out = {"fp16": replayed([lambda i=i: xh @ w[i].T for i in range(copies)]) / copies}
+            try:
+                x8 = torch.nn.functional.pad(xh, (0, 0, 0, -m % 16)).to(torch.float8_e4m3fn)
+                w8 = [a.to(torch.float8_e4m3fn) for a in w]
+                scaled = [lambda a=a: torch._scaled_mm(x8, a.T, one, one, out_dtype=torch.float16) for a in w8]
+                out["fp8"] = replayed(scaled) / len(scaled)
+            except RuntimeError as error:
+                print("fp8:", str(error)[:100])
+            out["tinygemm"] = (
+                replayed([lambda i=i: torch._weight_int4pack_mm(xb, w4[i], 64, sz) for i in range(copies * 2)])
+                / copies
+                / 2
+            )
+            say(peers=f"{n}x{k}", m=m, **out)
+
+
+def target_of(capability: str) -> str:
+    """Where the lines of this chip go; SystemExit where it is another."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    name = torch.cuda.get_device_name() if major else "no CUDA device"
+    if f"{major}.{minor}" != capability:
+        print(f"chip: found {name} ({major}.{minor}), accepted is compute capability {capability}", file=sys.stderr)
+        raise SystemExit(2)
+    why = ops_cuda.refuses(0)
+    if why is not None:
+        print(f"lowbit: {why}", file=sys.stderr)
+        raise SystemExit(2)
+    short = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
+    return f"bench/results/cuda/{facts(DEVICE)['date']}-{short}.jsonl"
 
 
 def main() -> None:
-    names = [a for a in sys.argv[1:] if not a.startswith("--") and not a.endswith(".json")]
-    target = next((a for a in sys.argv[1:] if a.endswith(".json")), None)
+    if "--target" in sys.argv:
+        print(target_of(sys.argv[sys.argv.index("--target") + 1]))
+        return
+    names = [a for a in sys.argv[1:] if not a.startswith("--") and not a.endswith((".json", ".jsonl"))]
+    target = next((a for a in sys.argv[1:] if a.endswith((".json", ".jsonl"))), None)
     print("torch", torch.__version__, torch.cuda.get_device_name(0), "refuses:", ops_cuda.refuses(0), flush=True)
-    every = (quantize, gemm, gemv, int4, rope, overlap, module, small, speed, chain, peers)
+    every = (quantize, gemm, gemv, int4, rope, overlap, module, small, error, speed, speed4, chain, peers)
     for mode in [m for m in MODES if names and m not in names and any(n in MODES for n in names)]:
         del MODES[mode]  # "gemm w8": that mode alone
     for run in every:
@@ -821,7 +927,11 @@ def main() -> None:
             guarded(run)
     print(f"failed: {len(failed)}", *failed[:40], sep="\n  ", flush=True)
     if target:
-        Path(target).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        known = {**facts(DEVICE), "rank": RANK}
+        with Path(target).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**known, **line}) + "\n" for line in lines)
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,24 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 namespace cuda = lowbit::cuda;
 
+#ifdef LOWBIT_CUDA_STUB  // tests/test_cases_cuda.py: the checks on CPU tensors, kernels that say they were
+                         // reached
+#define LOWBIT_KEY CPU
+struct DeviceGuard {
+  explicit DeviceGuard(int32_t) {}
+};
+static bool on_gpu(const Tensor& t) { return t.is_cpu(); }
+static cuda::Stream current_stream(int32_t) { return nullptr; }
+#else
+#define LOWBIT_KEY CUDA
+using torch::stable::accelerator::DeviceGuard;
+static bool on_gpu(const Tensor& t) { return t.is_cuda(); }
 static cuda::Stream current_stream(int32_t device) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cuda::Stream>(stream);
 }
+#endif
 
 static cuda::Device device_of(const Tensor& t) {
   cuda::Device d{};
@@ -36,7 +49,9 @@ static cuda::Device device_of(const Tensor& t) {
   return d;
 }
 
-static cuda::Dtype dtype_of(const Tensor& x) {
+static const char* name_of(ScalarType type) { return torch::headeronly::toString(type); }
+
+static cuda::Dtype dtype_of(const Tensor& x, const char* name) {
   switch (x.scalar_type()) {
     case ScalarType::Float:
       return cuda::Dtype::kFloat32;
@@ -45,23 +60,32 @@ static cuda::Dtype dtype_of(const Tensor& x) {
     case ScalarType::Half:
       return cuda::Dtype::kFloat16;
     default:
-      STD_TORCH_CHECK(false, "x: found dtype ", static_cast<int>(x.scalar_type()),
-                      " (c10 number), accepted are float32, bfloat16, float16");
+      STD_TORCH_CHECK(false, name, ": found ", name_of(x.scalar_type()),
+                      ", accepted are Float, BFloat16, Half");
   }
+}
+
+static std::string strides_of(const Tensor& t) {
+  std::string text = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.stride(i));
+  return text + "]";
 }
 
 // A tensor on the device of `beside`, contiguous, of that type and size, its data on `align` bytes.
 static const void* data_of(const Tensor& t, const char* name, const Tensor& beside, ScalarType dtype,
                            int64_t size, uintptr_t align = 16) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == beside.get_device_index(), name,
-                  ": found on another device than x (cuda:", beside.get_device_index(), ")");
-  STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": found dtype ", static_cast<int>(t.scalar_type()),
-                  " (c10 number), accepted is ", static_cast<int>(dtype));
-  STD_TORCH_CHECK(t.is_contiguous(), name, ": found strides, accepted is a contiguous tensor");
+  STD_TORCH_CHECK(on_gpu(t) && t.get_device_index() == beside.get_device_index(), name,
+                  ": found on another device (", on_gpu(t) ? "cuda:" : "no GPU: ", t.get_device_index(),
+                  "), accepted is cuda:", beside.get_device_index());
+  STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": found ", name_of(t.scalar_type()), ", accepted is ",
+                  name_of(dtype));
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": found strides ", strides_of(t),
+                  ", accepted is a contiguous tensor");
   STD_TORCH_CHECK(t.numel() == size, name, ": found ", t.numel(), " elements, accepted are ", size);
   const void* p = t.const_data_ptr();
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(p) % align == 0, name,
-                  ": found data at an address that is no multiple of ", align);
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(p) % align == 0, name, ": found data ",
+                  reinterpret_cast<uintptr_t>(p) % 16,
+                  " bytes past a multiple of 16, accepted are multiples of ", align);
   return p;
 }
 template <class T>
@@ -75,6 +99,29 @@ static int as_int(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
+static const ScalarType kOutputs[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+static void check_out(int64_t out) {
+  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
+                  ", accepted are 0 (Float), 1 (BFloat16), 2 (Half)");
+}
+static void check_eps(double eps) {
+  STD_TORCH_CHECK(eps >= 0 && eps < 1e30, "eps: found ", eps, ", accepted are finite values from 0 on");
+}
+
+// The rank that `up` has beside np channels, and low beside it: both or none.
+static int rank_of(const std::optional<Tensor>& up, const std::optional<Tensor>& low, int64_t np) {
+  const int64_t rank = up.has_value() ? up->numel() / np : 0;
+  STD_TORCH_CHECK(rank % 16 == 0 && rank <= 256 && (!up.has_value() || up->numel() == rank * np),
+                  "up: found ", up.has_value() ? up->numel() : 0, " elements for N=", np,
+                  " (padded), accepted is a rank that is a multiple of 16 up to 256");
+  STD_TORCH_CHECK(rank == 0 || low.has_value(), "low: found none, accepted with an up of rank ", rank,
+                  " is what the quantizer gave");
+  STD_TORCH_CHECK(rank > 0 || !low.has_value() || low->numel() == 0,
+                  "up: found none, accepted with a low of ", low.has_value() ? low->numel() : 0,
+                  " elements is the low rank's second half");
+  return static_cast<int>(rank);
+}
+
 struct Quantized {
   Tensor codes, scales, low, group_scales;
 };
@@ -83,24 +130,28 @@ static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& resid
                           const std::optional<Tensor>& norm, double eps, const std::optional<Tensor>& smooth,
                           const std::optional<Tensor>& down, int64_t rank, bool hadamard, bool silu,
                           bool tile_order, bool four, double clip) {
-  STD_TORCH_CHECK(x_in.is_cuda(), "x: found on the CPU, accepted is a CUDA tensor");
-  const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
+  STD_TORCH_CHECK(on_gpu(x_in), "x: found on no GPU, accepted is a CUDA tensor");
+  const DeviceGuard guard(x_in.get_device_index());
   const cuda::Device device = device_of(x_in);
-  const Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
+  // x alone may have any strides and address: a slice of a longer sequence is an everyday input.
+  Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
+  if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16) x = torch::stable::clone(x);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "x: found no columns, accepted is [..., K]");
   const int64_t width = x.size(x.dim() - 1), m = x.numel() / width, k = silu ? width / 2 : width;
   STD_TORCH_CHECK(!silu || width % 2 == 0, "x: found ", width,
                   " columns, accepted with silu is gate and up side by side");
-  STD_TORCH_CHECK(k % 16 == 0, "x: found K=", k, ", accepted are multiples of 16");
+  STD_TORCH_CHECK(k > 0 && k % 16 == 0 && k <= 32768, "x: found K=", k,
+                  ", accepted are multiples of 16 up to 32768");
   STD_TORCH_CHECK(!(hadamard || four) || k % 64 == 0, "x: found K=", k,
                   ", accepted behind a Hadamard and with 4 bits are multiples of 64");
   STD_TORCH_CHECK(rank % 16 == 0 && rank >= 0 && rank <= 256, "rank: found ", rank,
                   ", accepted are multiples of 16 up to 256");
   STD_TORCH_CHECK((rank > 0) == down.has_value(), "down: found ", down.has_value() ? "one" : "none",
                   " with rank ", rank);
-  STD_TORCH_CHECK(clip > 0, "clip: found ", clip, ", accepted are values above 0");
+  STD_TORCH_CHECK(clip > 0 && clip < 1e30, "clip: found ", clip, ", accepted are finite values above 0");
+  check_eps(eps);
   cuda::QuantizeArgs a{};
-  a.dtype = dtype_of(x);
+  a.dtype = dtype_of(x, "x");
   a.x = data_of(x, "x", x, x.scalar_type(), x.numel());
   if (residual.has_value())
     a.residual = const_cast<void*>(data_of(*residual, "residual", x, x.scalar_type(), m * k));
@@ -122,7 +173,7 @@ static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& resid
   a.low = out.low.mutable_data_ptr();
   a.group_scales = static_cast<float*>(out.group_scales.mutable_data_ptr());
   const char* wrong = cuda::launch_quantize(a, device, current_stream(x.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_quantize: ", wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_quantize: ", wrong, " (M=", m, " K=", k, " rank=", rank, ")");
   return out;
 }
 
@@ -147,26 +198,39 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_quantize4(const Tensor& x
   return {q.codes, q.group_scales, q.scales, q.low};
 }
 
+static void check_padded(int64_t n, int64_t kp) {
+  STD_TORCH_CHECK(kp > 0 && kp % 256 == 0, "codes: found Kp=", kp,
+                  ", accepted are multiples of 256, above 0");
+  STD_TORCH_CHECK(n > 0 && n <= 1 << 30, "n: found ", n, ", accepted are 1 .. 2^30");
+}
+
 // out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable GEMM, -2 the GEMV, -1 by the table, else
 // that row of tiles.
 static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low,
                           const Tensor& weight, const Tensor& channel, std::optional<Tensor> bias,
                           std::optional<Tensor> up, int64_t n, int64_t mode, int64_t out, int64_t row) {
-  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [M, Kp]");
-  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  STD_TORCH_CHECK(on_gpu(codes) && codes.dim() == 2, "codes: found ", codes.dim(),
+                  " dimensions, accepted is a CUDA tensor [M, Kp]");
+  const DeviceGuard guard(codes.get_device_index());
   const cuda::Device device = device_of(codes);
   STD_TORCH_CHECK(mode >= 0 && mode < cuda::kModes, "mode: found ", mode, ", accepted are 0 .. ",
                   cuda::kModes - 1);
-  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
-                  ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
+  check_out(out);
   cuda::LinearArgs a{};
-  const int64_t m = codes.size(0), kp = codes.size(1), np = (n + 63) / 64 * 64;
-  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n,
-                  ", accepted are multiples of 256, above 0");
+  const int64_t m = codes.size(0), kp = codes.size(1);
+  check_padded(n, kp);
+  const int64_t np = (n + 63) / 64 * 64;
   a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K");
+  const bool hopper = device.capability == 90;
+  STD_TORCH_CHECK(row >= -3 && (row < 0 || hopper), "row: found ", row,
+                  ", accepted are -3 (portable GEMM), -2 (GEMV), -1 (by the table)",
+                  hopper ? " and rows of tiles" : " (rows of tiles are Hopper's)");
+  STD_TORCH_CHECK(row != -2 || (m <= 16 && mode != cuda::kW8), "row: found -2 (GEMV) with M=", m,
+                  " mode=", mode, ", accepted are up to 16 rows and 4-bit modes");
+  STD_TORCH_CHECK(row < -1 || !hopper || out == 0 || n % 8 == 0, "n: found ", n, " with ",
+                  name_of(kOutputs[out]), " output, accepted by Hopper's GEMM are multiples of 8");
   a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out);
-  a.rank = up.has_value() ? as_int(up->numel() / np, "rank") : 0;
-  STD_TORCH_CHECK(a.rank % 16 == 0, "up: found rank ", a.rank, ", accepted are multiples of 16");
+  a.rank = rank_of(up, low, np);
   static const int64_t kBytes[] = {8192, 4096, 4224, 4352};  // tile_bytes of tile.cuh
   a.codes = static_cast<const int8_t*>(data_of(codes, "codes", codes, ScalarType::Char, m * kp));
   a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, m, 4));
@@ -175,23 +239,19 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
   a.channel = static_cast<const float*>(data_of(channel, "channel", codes, ScalarType::Float, np));
   a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
   a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
-  if (a.rank) {
-    STD_TORCH_CHECK(low.has_value(), "low: found none, accepted with an up is what cuda_quantize gave");
-    a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
-  }
-  static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-  Tensor y = torch::stable::new_empty(codes, {m, n}, kTypes[out]);
+  if (a.rank) a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
+  Tensor y = torch::stable::new_empty(codes, {m, n}, kOutputs[out]);
   if (m == 0) return y;
   a.y = y.mutable_data_ptr();
   const cuda::Stream stream = current_stream(codes.get_device_index());
   const char* wrong = nullptr;
   if (row == -2)
     wrong = cuda::launch_gemv(a, device, stream);
-  else if (row == -3 || device.capability != 90)
+  else if (row == -3 || !hopper)
     wrong = cuda::launch_gemm_mma(a, device, stream);
   else
     wrong = cuda::launch_gemm_sm90(a, static_cast<int>(row), device, stream);
-  STD_TORCH_CHECK(!wrong, "cuda_linear: ", wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_linear: ", wrong, " (M=", m, " N=", n, " K=", kp, " row=", row, ")");
   return y;
 }
 
@@ -200,21 +260,22 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
 static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, const Tensor& scales,
                            std::optional<Tensor> low, const Tensor& weight, const Tensor& weight_scales,
                            std::optional<Tensor> bias, std::optional<Tensor> up, int64_t n, int64_t out) {
-  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2, "codes: accepted is a CUDA tensor [M, Kp / 2]");
-  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  STD_TORCH_CHECK(on_gpu(codes) && codes.dim() == 2, "codes: found ", codes.dim(),
+                  " dimensions, accepted is a CUDA tensor [M, Kp / 2]");
+  const DeviceGuard guard(codes.get_device_index());
   const cuda::Device device = device_of(codes);
-  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
-                  ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
-  const int64_t m = codes.size(0), kp = codes.size(1) * 2, np = (n + 127) / 128 * 128,
-                mp = (m + 127) / 128 * 128;
-  STD_TORCH_CHECK(n > 0 && kp > 0 && kp % 256 == 0, "codes: found Kp=", kp, " N=", n,
-                  ", accepted are multiples of 256, above 0");
+  check_out(out);
+  STD_TORCH_CHECK(device.capability <= 90, "device: found compute capability ", device.capability / 10, ".",
+                  device.capability % 10,
+                  ", accepted for 4-bit activations are 8.0 .. 9.0 (8 bits run here)");
+  const int64_t m = codes.size(0), kp = codes.size(1) * 2, mp = (m + 127) / 128 * 128;
+  check_padded(n, kp);
+  const int64_t np = (n + 127) / 128 * 128;
   cuda::Int4Args a{};
   a.m = as_int(m, "M"), a.n = as_int(n, "N"), a.np = as_int(np, "N"), a.kp = as_int(kp, "K"),
   a.mp = as_int(mp, "M");
   a.dtype = static_cast<cuda::Dtype>(out);
-  a.rank = up.has_value() ? as_int(up->numel() / np, "rank") : 0;
-  STD_TORCH_CHECK(a.rank % 16 == 0, "up: found rank ", a.rank, ", accepted are multiples of 16");
+  a.rank = rank_of(up, low, np);
   a.codes = static_cast<const uint8_t*>(data_of(codes, "codes", codes, ScalarType::Byte, m * kp / 2));
   a.group_scales = static_cast<const float*>(
       data_of(group_scales, "group_scales", codes, ScalarType::Float, kp / 64 * mp));
@@ -224,16 +285,12 @@ static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, cons
       data_of(weight_scales, "weight_scales", codes, ScalarType::Float, kp / 64 * np));
   a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
   a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
-  if (a.rank) {
-    STD_TORCH_CHECK(low.has_value(), "low: found none, accepted with an up is what cuda_quantize4 gave");
-    a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
-  }
-  static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-  Tensor y = torch::stable::new_empty(codes, {m, n}, kTypes[out]);
+  if (a.rank) a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
+  Tensor y = torch::stable::new_empty(codes, {m, n}, kOutputs[out]);
   if (m == 0) return y;
   a.y = y.mutable_data_ptr();
   const char* wrong = cuda::launch_gemm_int4(a, device, current_stream(codes.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_linear4: ", wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_linear4: ", wrong, " (M=", m, " N=", n, " K=", kp, ")");
   return y;
 }
 
@@ -241,16 +298,18 @@ static Tensor cuda_linear4(const Tensor& codes, const Tensor& group_scales, cons
 static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm,
                            const Tensor& cosines, const Tensor& sines, int64_t heads, int64_t kv_heads,
                            double eps) {
-  STD_TORCH_CHECK(qkv.is_cuda() && qkv.dim() >= 1, "qkv: accepted is a CUDA tensor");
-  STD_TORCH_CHECK(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads: found ", heads, " and ",
-                  kv_heads, ", accepted are multiples of the key-value heads");
-  const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
+  STD_TORCH_CHECK(on_gpu(qkv) && qkv.dim() >= 1, "qkv: found ", qkv.dim(),
+                  " dimensions, accepted is a CUDA tensor [..., (heads + 2 kv_heads) * 128]");
+  STD_TORCH_CHECK(kv_heads > 0 && heads > 0 && heads <= 65536 && heads % kv_heads == 0, "heads: found ",
+                  heads, " and ", kv_heads, ", accepted are multiples of the key-value heads, above 0");
+  check_eps(eps);
+  const DeviceGuard guard(qkv.get_device_index());
   const cuda::Device device = device_of(qkv);
   const int64_t width = (heads + 2 * kv_heads) * 128, m = qkv.numel() / width;
   STD_TORCH_CHECK(qkv.size(qkv.dim() - 1) == width, "qkv: found ", qkv.size(qkv.dim() - 1),
                   " columns, accepted are ", width, " (heads of 128)");
   cuda::RopeArgs a{};
-  a.dtype = dtype_of(qkv);
+  a.dtype = dtype_of(qkv, "qkv");
   a.qkv = const_cast<void*>(data_of(qkv, "qkv", qkv, qkv.scalar_type(), m * width));
   a.q_norm = optional_data<float>(q_norm, "q_norm", qkv, ScalarType::Float, 128);
   a.k_norm = optional_data<float>(k_norm, "k_norm", qkv, ScalarType::Float, 128);
@@ -260,22 +319,23 @@ static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::option
   a.heads = static_cast<int>(heads), a.kv_heads = static_cast<int>(kv_heads), a.eps = static_cast<float>(eps);
   if (m == 0) return;
   const char* wrong = cuda::launch_norm_rope(a, device, current_stream(qkv.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_norm_rope: ", wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_norm_rope: ", wrong, " (rows=", m, " heads=", heads, ")");
 }
 
 // codes uint8 [N, K / 2] (4 bits, element 2j low) or [N, K]; scales float32 [N, G], zeros uint8 [N, G] -> [N,
 // K].
 static Tensor cuda_dequantize(const Tensor& codes, const Tensor& scales, std::optional<Tensor> zeros,
                               int64_t k, int64_t group_size, int64_t bits, int64_t out) {
-  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2,
-                  "codes: accepted is a CUDA tensor [N, K / 2] or [N, K]");
-  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  STD_TORCH_CHECK(on_gpu(codes) && codes.dim() == 2, "codes: found ", codes.dim(),
+                  " dimensions, accepted is a CUDA tensor [N, K / 2] or [N, K]");
+  const DeviceGuard guard(codes.get_device_index());
   const cuda::Device device = device_of(codes);
   STD_TORCH_CHECK(bits == 4 || bits == 8, "bits: found ", bits, ", accepted are 4 and 8");
-  STD_TORCH_CHECK(out >= 0 && out <= 2, "out: found ", out,
-                  ", accepted are 0 (float32), 1 (bfloat16), 2 (float16)");
-  STD_TORCH_CHECK(k > 0 && group_size > 0 && (bits == 8 || k % 2 == 0), "K: found ", k, " in groups of ",
-                  group_size);
+  check_out(out);
+  STD_TORCH_CHECK(k > 0 && k <= 1 << 30 && (bits == 8 || k % 2 == 0), "k: found ", k,
+                  ", accepted are values above 0, even ones with 4 bits");
+  STD_TORCH_CHECK(group_size > 0 && group_size <= 1 << 30, "group_size: found ", group_size,
+                  ", accepted are values above 0");
   const int64_t n = codes.size(0), groups = (k + group_size - 1) / group_size;
   cuda::DequantizeArgs a{};
   a.codes =
@@ -286,35 +346,37 @@ static Tensor cuda_dequantize(const Tensor& codes, const Tensor& scales, std::op
   a.n = as_int(n, "N"), a.k = as_int(k, "K"), a.group = as_int(group_size, "group_size"),
   a.groups = as_int(groups, "G");
   a.bits = static_cast<int>(bits), a.dtype = static_cast<cuda::Dtype>(out);
-  static const ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-  Tensor w = torch::stable::new_empty(codes, {n, k}, kTypes[out]);
+  Tensor w = torch::stable::new_empty(codes, {n, k}, kOutputs[out]);
   if (n == 0) return w;
   a.w = w.mutable_data_ptr();
   const char* wrong = cuda::launch_dequantize(a, device, current_stream(codes.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_dequantize: ", wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_dequantize: ", wrong, " (N=", n, " K=", k, ")");
   return w;
 }
 
 // 1 / sqrt(mean x^2 + eps) of every row, float32.
 static Tensor cuda_inverse_rms(const Tensor& x, double eps) {
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) > 0 && x.size(1) % 2 == 0,
-                  "x: accepted is a CUDA tensor [M, K], K even");
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  STD_TORCH_CHECK(on_gpu(x) && x.dim() == 2, "x: found ", x.dim(),
+                  " dimensions, accepted is a CUDA tensor [M, K]");
+  STD_TORCH_CHECK(x.size(1) > 0 && x.size(1) % 2 == 0, "x: found K=", x.size(1),
+                  ", accepted are even ones above 0");
+  check_eps(eps);
+  const DeviceGuard guard(x.get_device_index());
   const cuda::Device device = device_of(x);
   const void* data = data_of(x, "x", x, x.scalar_type(), x.numel());
-  const cuda::Dtype dtype = dtype_of(x);
+  const cuda::Dtype dtype = dtype_of(x, "x");
   const int m = as_int(x.size(0), "M"), k = as_int(x.size(1), "K");
   Tensor out = torch::stable::new_empty(x, {x.size(0)}, ScalarType::Float);
   if (m == 0) return out;
   const char* wrong =
       cuda::launch_inverse_rms(data, static_cast<float*>(out.mutable_data_ptr()), m, k,
                                static_cast<float>(eps), dtype, device, current_stream(x.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_inverse_rms: ", wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_inverse_rms: ", wrong, " (M=", m, " K=", k, ")");
   return out;
 }
 
 #define LOWBIT_LIBRARY_IMPL(NAME, KEY, M) STABLE_TORCH_LIBRARY_IMPL(NAME, KEY, M)
-LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CUDA, m) {
+LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, LOWBIT_KEY, m) {
   m.impl("cuda_quantize", TORCH_BOX(&cuda_quantize));
   m.impl("cuda_linear", TORCH_BOX(&cuda_linear));
   m.impl("cuda_quantize4", TORCH_BOX(&cuda_quantize4));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -43,6 +44,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("big") and free_gib() < 12:
         pytest.skip(f"needs 12 GiB of free memory, found {free_gib():.1f}")
+
+
+def _gpu_outcomes(config: pytest.Config) -> dict[str, int] | None:
+    """Of a run of ``-m gpu`` alone: how many tests had which outcome."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or config.option.markexpr != "gpu":
+        return None
+    return {name: len(reporter.stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run of the GPU tests in which none ran has shown nothing."""
+    outcomes = _gpu_outcomes(session.config)
+    if outcomes is not None and not outcomes["passed"] and session.exitstatus == 0:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    outcomes = _gpu_outcomes(config)
+    if outcomes is not None:
+        ran = outcomes["passed"] + outcomes["failed"]
+        told = ", ".join(f"{count} {name}" for name, count in outcomes.items())
+        terminalreporter.write_line(f"GPU tests: {ran} ran ({told})")
 
 
 @pytest.fixture(scope="session")

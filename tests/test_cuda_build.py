@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
-import sysconfig
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
-import lowbit
+from lowbit.bench import predict, sass
 
-LIBRARY = Path(lowbit.__file__).with_name("_cuda13.so")
-BIN = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
+LIBRARY = sass.LIBRARY
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY.exists(), reason="no _cuda13.so: nvcc 13 was not found when lowbit was built"
@@ -22,41 +20,36 @@ pytestmark = pytest.mark.skipif(
 
 
 def tool(name: str) -> str:
-    found = shutil.which(name) or (str(BIN / name) if (BIN / name).exists() else None)
+    found = sass.tool(name)
     if found is None:
         pytest.skip(f"no {name} (requirements/cuda.txt)")
     return found
 
 
-@lru_cache(maxsize=2)
 def functions(chip: str) -> dict[str, list[str]]:
-    """Kernel name -> its instructions, for one chip."""
-    command = [tool("cuobjdump"), "--dump-sass", "--gpu-architecture", chip, str(LIBRARY)]
-    tool("nvdisasm")
-    path = f"{BIN}:{sysconfig.get_path('scripts')}:/usr/bin:/bin"
-    text = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
-    out: dict[str, list[str]] = {}
-    for block in re.split(r"\n\s*Function : ", text)[1:]:
-        name, _, rest = block.partition("\n")
-        out[name.strip()] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", rest)
-    return out
+    tool("cuobjdump"), tool("nvdisasm")
+    return sass.functions(chip)
 
 
-def loops(code: list[str], holding: str = "") -> list[list[str]]:
-    """Bodies of backward jumps that hold an instruction and no smaller loop that holds it."""
-    spans = []
-    for i, line in enumerate(code):
-        m = re.match(r"@\S+ BRA(?:\.\w+)*\s+(?:\S+,\s*)?0x([0-9a-f]+)", line)  # a plain jump back ends a wait, no loop
-        if m and int(m[1], 16) // 16 <= i:
-            spans.append((int(m[1], 16) // 16, i))
-    spans = [(a, b) for a, b in spans if any(holding in line for line in code[a : b + 1])]
-    inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
-    return [code[a : b + 1] for a, b in inner]
+def spills(lines: list[str]) -> list[str]:
+    return [line for line in lines if sass.word(line) in ("LDL", "STL")]
 
 
 def test_the_reader_of_loops_is_not_blind() -> None:
-    code = ["MOV R0, R1", "IADD3 R0", "@P0 BRA 0x10", "EXIT"]
-    assert loops(code) == [["IADD3 R0", "@P0 BRA 0x10"]] == loops(code, "IADD3") and loops(code, "MOV") == []
+    code = ["MOV R0, R1", "IADD3 R0", "@P0 BRA 0x10", "LDS R1", "@!P1 BRA 0x30", "BRA 0x50"]
+    assert sass.loops(code) == [(1, 2), (3, 4)] and sass.loops(code, "IADD3") == [(1, 2)]
+    assert sass.loops(code, "MOV") == [] and sass.loops(["NOP", "IMMA R0", "@P0 EXIT", "BRA 0x10"], "IMMA") == [(1, 3)]
+    assert sass.loops(["EXIT", "BRA 0x10"]) == []  # the end of every kernel
+    waits = ["MOV", "IMMA R0", "@P0 BRA 0x10", "SYNCS", "BRA 0x0"]
+    assert sass.loops(waits, "IMMA") == [(1, 2)]  # not the way back from the wait
+    assert spills(["@P0 STL [R1], R2", "LDS R2", "LDL.64 R2"]) == ["@P0 STL [R1], R2", "LDL.64 R2"]
+
+
+def test_the_shortest_way_through_a_loop() -> None:
+    code = ["MOV", "@P0 BRA 0x40", "LDGSTS [R1]", "LDGSTS [R2]", "IMMA", "@P1 BRA 0x0"]
+    assert [sass.fewest(code, 0, 5, "LDGSTS", n) for n in range(3)] == [4, None, 6]
+    inner = ["MOV", "LDGSTS", "@P0 BRA 0x10", "IMMA", "BRA 0x0"]
+    assert [sass.fewest(inner, 0, 4, "LDGSTS", n) for n in (0, 1, 3)] == [None, 5, 9]
 
 
 def test_hopper_gemms_use_the_warpgroup_instruction_and_keep_their_loops_in_registers() -> None:
@@ -66,10 +59,68 @@ def test_hopper_gemms_use_the_warpgroup_instruction_and_keep_their_loops_in_regi
         assert any("IGMMA" in line for line in code), name
         # such a load may rise above the wait for the grid that writes what it reads
         assert not any("LDG.E.CONSTANT" in line for line in code), name
-        main = loops(code, "IGMMA")
-        assert main, name
-        spilled = [line for loop in main for line in loop if re.search(r"\b(LDL|STL)\b", line)]
-        assert not spilled, (name, spilled[:3])
+        spans = sass.loops(code, "IGMMA")
+        assert spans, name
+        found = [line for a, b in spans for line in spills(code[a : b + 1])]
+        assert not found, (name, found[:3])
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_86", "sm_89"])
+def test_the_int4_gemm_is_one_matrix_instruction_a_group_and_keeps_its_loop_in_registers(chip: str) -> None:
+    kernels = {n: c for n, c in functions(chip).items() if "gemm_int4" in n}
+    assert len(kernels) == 2  # tiles of 32 and 64 rows
+    for name, code in kernels.items():
+        matrix = [line for line in code if "IMMA" in line]  # HMMA: the low rank
+        assert matrix and all(line.startswith("IMMA.16864.S4.S4") for line in matrix), (name, matrix[:3])
+        ((first, last),) = sass.loops(code, "IMMA")
+        assert sum("IMMA" in line for line in code[first:last]) == len(matrix), name  # all of them, in one loop
+        assert not spills(code), (name, spills(code)[:3])
+        assert sass.usage(chip)[name].stack == 0, name
+        assert not any(sass.word(line) == "I2F" for line in code[first:last]), name  # the magic number instead
+
+
+def test_the_portable_gemm_keeps_its_loops_in_registers() -> None:
+    kernels = {n: c for n, c in functions("sm_80").items() if "gemm_mma" in n}
+    assert len(kernels) == 8
+    for name, code in kernels.items():
+        spans = sass.loops(code, "IMMA.16832.S8.S8")
+        assert spans, name
+        assert not [line for a, b in spans for line in spills(code[a : b + 1])], name
+
+
+def test_the_kept_predictions_are_what_this_build_gives() -> None:
+    """`make predict` writes them anew where the INT4 GEMM has changed."""
+    tool("cuobjdump"), tool("nvdisasm")
+    file = Path(__file__).parents[1] / "bench" / "results" / "cuda" / "predicted-l4.jsonl"
+    of_a_run = {"lowbit": None, "commit": None, "date": None}
+    kept = [json.loads(text) | of_a_run for text in file.read_text("utf-8").splitlines()]
+    assert kept == [line | of_a_run for line in predict.lines()]
+
+
+def test_a_prediction_takes_the_longest_of_three() -> None:
+    loops = {t: predict.Loop(t, t // 2, issued, 250) for t, issued in ((32, 8 * 300), (64, 8 * 640))}
+    chip = predict.L4
+    assert predict.cycles(chip, loops[64]) == (1024, 1280)
+    busy = predict.product(chip, loops, 4096, 1024, 685)  # 32 x 11 tiles on 58 multiprocessors: 7 rounds of 4 blocks
+    assert busy == {"us": round(7 * 4 * 1280 / 2.04e9 * 1e6, 2), "bound": "schedulers"}
+    lean = {t: loop._replace(issued=8) for t, loop in loops.items()}
+    assert predict.product(chip, lean, 4096, 1024, 685)["bound"] == "tensor cores"
+    few = predict.product(chip, loops, 4096, 1024, 1)
+    assert few == {"us": round((4096 * 1024 / 2 + 4096 * 16 * 4) / 300e9 * 1e6, 2), "bound": "memory"}
+    # warps 0 and 1 copy scales of both sides, 2 and 3 of one, the others none: 2 + 4 chunks of rows each
+    assert [predict.copies(64, warp) for warp in range(8)] == [8, 8, 7, 7, 6, 6, 6, 6]
+    assert [predict.copies(32, warp) for warp in range(8)] == [7, 6, 6, 6, 5, 5, 5, 5]
+
+
+def test_every_kernel_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Registers and static shared memory, as `make cuda-report` prints them."""
+    tool("cuobjdump"), tool("nvdisasm")
+    assert sass.main() == 0
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert len(lines) == sum(len(sass.usage(chip)) for chip in ("sm_80", "sm_86", "sm_89", "sm_90"))
+    for line in lines:
+        assert 16 <= int(line.split()[-3]) <= 255, line
+    print("\n" + "\n".join(lines))
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
@@ -78,7 +129,7 @@ def test_portable_kernels_use_integer_matrix_instructions(chip: str) -> None:
     assert kernels
     for name, code in kernels.items():
         assert any("IMMA.16832.S8.S8" in line for line in code), name
-        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in code), name
+        assert not spills(code), name
 
 
 def test_no_kernel_of_this_build_is_without_code() -> None:
@@ -86,6 +137,12 @@ def test_no_kernel_of_this_build_is_without_code() -> None:
     for chip in ("sm_80", "sm_90", "sm_90a"):
         assert functions(chip)
         assert all(len(code) > 100 for code in functions(chip).values()), chip
+
+
+def test_there_is_code_for_every_chip_that_is_served() -> None:
+    command = [tool("cuobjdump"), "--list-elf", str(LIBRARY)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"sm_\d+a?", listed)) == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_90a"}
 
 
 def test_there_is_ptx_for_newer_chips() -> None:

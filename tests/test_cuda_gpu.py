@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowbit import ops_cuda
+from lowbit.types import FormatError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
@@ -16,7 +17,7 @@ WHY = ops_cuda.refuses(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "")]
 
 
-@pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "overlap", "module"])
+@pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "overlap", "module", "error"])
 def test_section(section: str) -> None:
     import gpu_check
 
@@ -49,7 +50,7 @@ def test_the_second_device_gives_the_same_and_the_first_stays_current() -> None:
     y = there(x.to("cuda:1"))
     assert torch.cuda.current_device() == 0 and torch.cuda.memory_allocated(0) == before
     assert torch.equal(y.to("cuda:0"), here(x))
-    with pytest.raises(RuntimeError, match="found on another device"):
+    with pytest.raises(FormatError, match="x: found on cuda:0, accepted is cuda:1"):
         there(x)
 
 

@@ -9,21 +9,27 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lowbit.bench import accuracy, numbers
+from lowbit.bench import accuracy, cuda_figures, cuda_kernels, numbers
 from lowbit.types import FormatError
 
 ROOT = Path(__file__).parents[1]
 
 
+def kept() -> list[str]:
+    """The files in the order in which `make accuracy` gives them."""
+    results = ROOT / "bench" / "results"
+    return [str(path) for folder in (results, results / "cuda") for path in sorted(folder.glob("*.jsonl"))]
+
+
 def test_the_page_is_generated() -> None:
-    files = sorted(str(path) for path in (ROOT / "bench" / "results").glob("*.jsonl"))
-    assert files
-    assert (ROOT / "docs" / "numbers.md").read_text("utf-8") == numbers.page(numbers.read(files))
+    lines = numbers.read(kept())
+    assert lines and (ROOT / "docs" / "numbers.md").read_text("utf-8") == numbers.page(lines)
+    kernels = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    assert kernels == cuda_kernels.fill(kernels, [x for x in lines if x["bench"] == "cuda"])
 
 
 def test_every_line_is_in_a_table() -> None:
-    files = sorted(str(path) for path in (ROOT / "bench" / "results").glob("*.jsonl"))
-    counted(numbers.read(files))
+    counted([x for x in numbers.read(kept()) if x["bench"] not in numbers.OF_CUDA])
 
 
 def counted(lines: list[dict[str, Any]]) -> None:
@@ -38,7 +44,7 @@ def counted(lines: list[dict[str, Any]]) -> None:
 
 
 def test_the_charts_are_generated_and_linked() -> None:
-    lines = numbers.read(sorted(str(path) for path in (ROOT / "bench" / "results").glob("*.jsonl")))
+    lines = numbers.read(kept())
     found = {path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "charts").iterdir()}
     assert found == numbers.charts(lines)
     assert all(f"](charts/{name})" in numbers.page(lines) for name in found)
@@ -107,3 +113,84 @@ def test_every_target_names_a_recipe_of_the_script() -> None:
     assert set(accuracy.NAMED) <= known
     assert {group for group, _ in accuracy.GROUPS} <= {r.scheme.group_size for r in script.RECIPES if r.table == "w4"}
     assert {recipe.table for recipe in script.RECIPES} <= set(accuracy.TABLES)
+
+
+def cuda(**line: Any) -> dict[str, Any]:
+    return {"bench": "cuda", "chip": "NVIDIA H200", "cuda": "13.0", "torch": "2", "lowbit": "0", "date": "2026-12-01",
+            "rank": 16, "source": "x.jsonl", **line}  # fmt: skip
+
+
+def test_of_several_lines_of_a_case_the_last_counts() -> None:
+    chain = {"layer": "w4two", "m": 685, "linears": 30.5, "quantize": 9.0, "all": 40.0}
+    lines = [
+        cuda(**chain, by_table=29.4, date="2026-12-02"),
+        cuda(**chain, by_table=25.1, date="2026-12-03"),
+        cuda(**chain, by_table=99.0),
+        cuda(peers="layer", m=685, fp16=44.1, fp8=36.8),
+        cuda(FAIL="speed", gemm="w8", m=685, shape="qkv", error="no"),
+        cuda(error="w4two", shape="4096x1024", m=685, frobenius=9e-3),
+        cuda(quantize="685x1024", plain_r0=2.0, add_norm_r16=2.7),
+        cuda(quantize="low", worst=1e-3),
+    ]
+    page = numbers.page(lines)
+    rows = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in page.splitlines() if row.startswith("| ")}
+    whole = rows["four fused linears of a layer, M=685, two-level scales"]
+    assert [cell.strip() for cell in whole[:2]] == ["≤ 30, aim 24", "**25.1**"]  # 99.0 stands later, but is older
+    assert "fp16 44.1, fp8 36.8, prototype without low rank 29.5" in whole[2]
+    fused = rows["activation quantize + low-rank down, fused with add + RMSNorm, M=685, K=1024"]
+    assert [cell.strip() for cell in fused] == ["≤ 2.5", "2.7", ""]
+    assert rows["error, W4A8, rank 16, M=685, 4096×1024, two-level scales"][1].strip() == "**9.00e-03**"
+    assert rows["four fused linears of a layer, M=172, two-level scales"][1].strip() == "not measured"
+    assert "**Checks that failed in these runs:** speed" in page and "25.1 / 40.0" in page
+    assert all(f"≤ {f.most:g}" in page for f in cuda_figures.FIGURES)
+
+
+def test_a_predicted_figure_stands_in_no_measured_column() -> None:
+    known = {"bench": "predicted", "chip": "NVIDIA L4", "lowbit": "0", "date": "2026-12-01", "source": "p.jsonl"}
+    foretold = [
+        {
+            **known,
+            "loop": "gemm_int4<64>",
+            "matrix": 32,
+            "issued": 20.0,
+            "tensor_cycles": 1024.0,
+            "issue_cycles": 1280.0,
+        },
+        {**known, "int4": "qkv", "shape": "4096x1024", "m": 685, "us": 17.58, "bound": "schedulers"},
+        {**known, "layer": "w4a4", "m": 685, "us": 67.79},
+    ]
+    row = "| qkv, 4096×1024 | 685 | *17.6* | schedulers | |"
+    assert row in numbers.page(foretold).splitlines()
+    mine = cuda(chip="NVIDIA L4", int4="qkv", shape="4096x1024", m=685, us=21.25, with_quantize=25.0)
+    page = numbers.page([*foretold, mine])
+    assert "| qkv, 4096×1024 | 685 | *17.6* | schedulers | 21.2 |" in page.splitlines()
+    assert "to reach | measured" not in page  # those are the H200's
+    assert "17.6" not in page.replace("*17.6*", "") and "67.8" not in page.replace("*67.8*", "")
+
+
+def test_the_sweep_over_m_is_a_table() -> None:
+    known = {"bench": "cuda-layers", "chip": "NVIDIA H200", "n": 128, "k": 256, "torch": "2", "date": "2026-12-01",
+             "source": "s.jsonl"}  # fmt: skip
+    lines = [
+        {**known, "name": name, "m": m, "cold_us": 2.0 * m, "warm_us": 1.0 * m, "copies": 2, "ratio": 1.0}
+        for name in ("lowbit w8", "cuBLAS float16")
+        for m in (1, 16)
+    ]
+    lines += [{**known, "name": "tinygemm int4", "left_out": "no such operator"}]
+    page = numbers.page(lines)
+    assert "| | M=1 | M=16 |" in page and "| lowbit w8 | 2.0 / 1.0 | 32.0 / 16.0 |" in page
+    assert "Left out: tinygemm int4: no such operator." in page
+
+
+def test_the_table_of_kernels_has_limits_and_shares() -> None:
+    line = cuda(gemm="w4two", shape="qkv", m=685, us=7.0, table=7.2, portable=38.0)
+    rows = [row for row in cuda_kernels.table([line]).splitlines() if "| 4096×1024, M=685 |" in row]
+    # 2.9 G products at 132 * 4096 * 1.84 GHz are 2.9 µs, 40 % of 7.2
+    assert "| 2.9 G | 2.9, tensor cores | 7.2 | 40 % |" in rows[0] and "| 38.0 | 8 % |" in rows[1]
+    assert cuda_kernels.table([]).count("not measured") == len(cuda_kernels.ROWS)
+    page = f"a\n{cuda_kernels.BEGIN}\nold\n{cuda_kernels.END}\nb"
+    filled = cuda_kernels.fill(page, [line])
+    assert "old" not in filled and filled.startswith("a\n") and filled.endswith("\nb")
+    assert cuda_kernels.fill(filled, [line]) == filled
+    with pytest.raises(ValueError, match="accepted is a page with both"):
+        cuda_kernels.fill("nothing", [])

@@ -69,7 +69,8 @@ class FourBitLinear(Kept):
 class FloatLinear(Kept):
     """Float activations: the weight is made float anew for every call, and cuBLAS multiplies in the dtype of x.
 
-    For what the integer kernels do not take: zero points, odd groups, permuted columns, ``activation=None``.
+    For what the integer kernels do not take: zero points, odd groups, permuted columns, ``activation=None``. ``alone``:
+    no other part of the layer holds the weight, so that a state_dict has to carry it.
     """
 
     codes: Tensor
@@ -77,7 +78,7 @@ class FloatLinear(Kept):
     zeros: Tensor | None
     perm: Tensor | None
 
-    def __init__(self, q: QuantizedWeight) -> None:
+    def __init__(self, q: QuantizedWeight, alone: bool = False) -> None:
         super().__init__()
         self.k, self.group_size, self.bits, self.hadamard = q.k, q.group_size, q.bits, q.hadamard
         self.dtypes = (q.scales.dtype, torch.float32 if q.low_rank is None else q.low_rank.down.dtype)
@@ -87,7 +88,7 @@ class FloatLinear(Kept):
             codes = codes[:, ::2] | codes[:, 1::2] << 4
         low = q.low_rank if q.low_rank is not None and q.low_rank.down.shape[1] else None
         self.keep(
-            False,
+            alone,
             codes=codes.contiguous(),
             scales=q.scales.float(),
             zeros=q.zeros,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .types import FormatError
 
 _LIBRARY = Path(__file__).with_name("_cuda13.so")
 _OPS = getattr(torch.ops, ops.NAMESPACE)
@@ -43,7 +44,7 @@ def refuses(device: torch.device | str | int) -> str | None:
     if _NO_CUDA:
         return _NO_CUDA
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+        return "torch sees no CUDA device (accepted: a visible one, with a driver for CUDA 13, that is 580 or newer)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         name = torch.cuda.get_device_name(device)
@@ -51,8 +52,31 @@ def refuses(device: torch.device | str | int) -> str | None:
     return None
 
 
+def _on_gpu(name: str, t: Tensor) -> None:
+    """The operators exist for CUDA devices and, for tracing, on meta and as fakes: everything else is named here."""
+    if t.is_meta or (t.is_cuda and not (_NO_CUDA and type(t) is Tensor)):
+        return
+    raise FormatError(f"{name}: found on {t.device}, accepted is a CUDA device" + f" ({_NO_CUDA})" * bool(_NO_CUDA))
+
+
+def _out(dtype: torch.dtype) -> int:
+    if dtype not in ops.DTYPES:
+        raise FormatError(f"dtype: found {dtype}, accepted are float32, bfloat16, float16")
+    return ops.DTYPES.index(dtype)
+
+
+def _rank_of(down: Tensor | None) -> int:
+    if down is None:
+        return 0
+    if down.dim() != 4:
+        raise FormatError(f"down: found shape {list(down.shape)}, accepted is [R / 16, K / 16, 32, 8]")
+    return down.shape[0] * 16
+
+
 def _rows_of(x: Tensor, rank: int, silu: bool) -> tuple[int, int, Tensor]:
     """Of what the two quantizers give: rows, columns padded, the low rank's half."""
+    if not x.dim() or not x.shape[-1]:
+        raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., K]")
     m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
     return m, -(-k // 256) * 256, x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
 
@@ -120,7 +144,8 @@ def dequantize(
 ) -> Tensor:
     """w [N, K] = scales * (codes - zeros) in ``dtype``: codes uint8 [N, K / 2] (4 bits, element 2j in the low nibble) or
     [N, K], unsigned with ``zeros`` uint8 [N, G], two's complement without; scales float32 [N, G]."""
-    w: Tensor = _OPS.cuda_dequantize.default(codes, scales, zeros, k, group_size, bits, ops.DTYPES.index(dtype))
+    _on_gpu("codes", codes)
+    w: Tensor = _OPS.cuda_dequantize.default(codes, scales, zeros, k, group_size, bits, _out(dtype))
     return w
 
 
@@ -137,11 +162,13 @@ def norm_rope(
     """In place on qkv [..., (heads + 2 * kv_heads) * 128], queries, keys, values side by side: RMS norm of every query and
     key head with ``q_norm``, ``k_norm`` float32 [128] (None: none), then rotation of columns i and i + 64 by ``cosines``,
     ``sines`` float32 [M, 64]; float32 inside, one rounding."""
+    _on_gpu("qkv", qkv)
     _OPS.cuda_norm_rope.default(qkv, q_norm, k_norm, cosines, sines, heads, kv_heads, eps)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean x² + eps) of every row of x [M, K], float32 [M]."""
+    _on_gpu("x", x)
     y: Tensor = _OPS.cuda_inverse_rms.default(x, eps)
     return y
 
@@ -162,10 +189,11 @@ def quantize(
 
     In this order: silu(gate) * up of x [..., 2K]; x += ``residual`` [..., K], rounded and kept in it; RMS norm with
     ``norm`` float32 [K] and ``eps``; / ``smooth`` float32 [K]; Hadamard over 64; 8 bits per row (reference.quantize_rows);
-    ``down`` (mma_tiles.Branch) times the same values in units of the row's scale. ``tile_order`` for linear's GEMM, without it for its GEMV. RuntimeError names the argument that does not fit.
+    ``down`` (mma_tiles.Branch) times the same values in units of the row's scale. ``tile_order`` for linear's GEMM,
+    without it for its GEMV. RuntimeError or FormatError names the argument that does not fit, as in all of these.
     """
-    rank = 0 if down is None else down.shape[0] * 16
-    codes, scales, low = _quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, tile_order)
+    _on_gpu("x", x)
+    codes, scales, low = _quantize(x, residual, norm, eps, smooth, down, _rank_of(down), hadamard, silu, tile_order)
     return codes, scales, low
 
 
@@ -190,7 +218,8 @@ def linear(
     ``row``: GEMV (M <= 16, codes in plain order), PORTABLE (the GEMM for any chip), -1 the chip's best GEMM, else that
     row of Hopper's tiles.
     """
-    y: Tensor = _linear(codes, scales, low, weight, channel, bias, up, n, mode, ops.DTYPES.index(dtype), row)
+    _on_gpu("codes", codes)
+    y: Tensor = _linear(codes, scales, low, weight, channel, bias, up, n, mode, _out(dtype), row)
     return y
 
 
@@ -242,9 +271,9 @@ def quantize4(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``quantize``, but 4 bits in groups of 64 columns: codes uint8 [M, KP / 2] (element 2j low), their scales float32
     [KP / 64, M rounded up to 128] = clip * amax / 7, the row's scale (the unit of ``low``), low."""
-    rank = 0 if down is None else down.shape[0] * 16
+    _on_gpu("x", x)
     codes, groups, scales, low = _OPS.cuda_quantize4.default(
-        x, residual, norm, eps, smooth, down, rank, hadamard, silu, clip
+        x, residual, norm, eps, smooth, down, _rank_of(down), hadamard, silu, clip
     )
     return codes, groups, scales, low
 
@@ -262,12 +291,18 @@ def linear4(
     dtype: torch.dtype,
 ) -> Tensor:
     """y [M, n] on INT4 tensor cores, from what ``quantize4`` and mma_tiles.pack_rows give."""
+    _on_gpu("codes", codes)
     y: Tensor = _OPS.cuda_linear4.default(
-        codes, group_scales, scales, low, weight, weight_scales, bias, up, n, ops.DTYPES.index(dtype)
+        codes, group_scales, scales, low, weight, weight_scales, bias, up, n, _out(dtype)
     )
     return y
 
 
 def has_int4(device: torch.device | str | int) -> bool:
     """Whether the chip multiplies 4-bit numbers by itself: Ampere and Ada do, Hopper and newer emulate it slowly."""
-    return torch.cuda.get_device_capability(device) in ((8, 0), (8, 6), (8, 7), (8, 9))
+    return torch.cuda.get_device_capability(device)[0] == 8
+
+
+def runs_int4(device: torch.device | str | int) -> bool:
+    """Whether the kernel for 4-bit activations runs there: emulated on Hopper, not on newer chips."""
+    return torch.cuda.get_device_capability(device) <= (9, 0)

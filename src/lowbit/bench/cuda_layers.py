@@ -1,50 +1,82 @@
 """``lowbit bench layers --device cuda``: one linear layer on a GPU, ours and the peers, as replays of graphs.
 
-A graph holds one launch (ours: two, quantize and product) for each of many copies of the weight, so that none is in L2
-when its turn comes ("cold"); "warm" launches one copy over and over. Times are medians of CUDA events around replays.
-Our weights are random codes; low rank and bias are in the product and, as "with quantize", in the whole.
+A graph holds one launch (ours "with quantize": two) for each of many copies of the weight, so that none is in L2 when
+its turn comes ("cold"); "warm" launches one copy over and over. All graphs of a case take turns; a time is the median of
+CUDA events around its replays, over the number of copies. Ours are random codes with rank 16 and a bias, the smoothed and
+rotated x rounded in "with quantize"; peers get their x rounded already, and no bias.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lowbit import ops_cuda
+from lowbit.bench.timer import machine
 from lowbit.layouts import mma_tiles as tiles
 from lowbit.types import FormatError, LowRank, QuantizedWeight
 
 MODES = {"w8": tiles.W8, "w4ch": tiles.CHANNEL, "w4two": tiles.TWO_LEVEL, "w4grp": tiles.GROUPS}
 RANK = 16
-L2_BYTES = 128 << 20  # what the copies of a weight take together: twice the L2 of an H200
+L2_BYTES = 128 << 20  # what the copies of a weight take together: more than twice the L2 of an H200 or L4
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+BASE = "cuBLAS float16"  # what ratios are over
+Calls = Sequence[Callable[[], object]]
 
 
-def replayed(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Microseconds for all calls together: one graph of them, median of ``repeats`` replays."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for call in calls[:8]:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
+class Timer(Protocol):
+    """``prepare`` makes something that can be repeated of some calls; ``time`` repeats it once: microseconds."""
+
+    def prepare(self, calls: Calls) -> Any: ...
+    def time(self, prepared: Any) -> float: ...
+
+
+class Graphs:
+    """The timer of a GPU: a CUDA graph of the calls, events around a replay."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def prepare(self, calls: Calls) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(self.stream):
+            for call in calls[:8]:  # what a call refuses, it refuses here, before a capture
                 call()
-        graph.replay()
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record(stream)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for call in calls:
+                    call()
             graph.replay()
-            end.record(stream)
+        return graph
+
+    def time(self, prepared: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self.stream):
+            begin.record(self.stream)
+            prepared.replay()
+            end.record(self.stream)
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-    return float(statistics.median(times))
+        return float(begin.elapsed_time(end) * 1e3)
+
+
+def replayed(calls: Calls, repeats: int = 7) -> float:
+    """Microseconds for all calls together: one graph of them, median of ``repeats`` replays."""
+    timer = Graphs()
+    graph = timer.prepare(calls)
+    return float(statistics.median(timer.time(graph) for _ in range(repeats)))
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What stands beside a figure of a GPU: chip, versions, commit, date."""
+    here = machine()
+    kept = {key: here[key] for key in ("torch", "lowbit", "commit", "date")}
+    return {"bench": "cuda", "chip": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, **kept}
 
 
 def weight(mode: str, n: int, k: int, device: torch.device, seed: int = 0) -> QuantizedWeight:
@@ -98,72 +130,169 @@ class Stack:
         return self.product(i, self.quantize(i, x, **before))
 
 
-class Case(NamedTuple):
+class Side(NamedTuple):
+    """A competitor at one shape: ``calls(x)`` for x float16 [M, K], one for each copy of its weight."""
+
     name: str
-    calls: list[Callable[[], object]]
+    calls: Callable[[Tensor], list[Callable[[], object]]]
 
 
-def ours(n: int, k: int, m: int, x: Tensor, modes: Sequence[str]) -> Iterator[Case]:
+def sides(n: int, k: int, device: torch.device, modes: Sequence[str]) -> Iterator[tuple[str, Callable[[], list[Side]]]]:
+    """(name, what makes it): each may fail where the chip, the torch or the shape lacks it, and costs itself alone."""
     for mode in modes:
-        bytes_ = tiles.BYTES[MODES[mode]] * -(-n // 64) * -(-k // 256) * 2
-        stack = Stack(mode, n, k, max(2, -(-L2_BYTES // bytes_)), x.device)
-        ready = stack.quantize(0, x)
-        every = range(len(stack.weights))
-        yield Case(f"lowbit {mode}", [partial(stack.product, i, ready) for i in every])
-        yield Case(f"lowbit {mode} with quantize", [partial(stack.both, i, x) for i in every])
-
-
-def peers(n: int, k: int, m: int, x: Tensor) -> Iterator[Case]:
-    """cuBLAS fp16 and bf16, fp8 and int8 of torch (weights only as packed; x is there already), tinygemm."""
+        yield f"lowbit {mode}", partial(_ours, mode, n, k, device)
+    if ops_cuda.has_int4(device):
+        yield "lowbit w4a4", partial(_int4, n, k, device)
     copies = max(2, -(-L2_BYTES // (n * k)))
     for dtype in (torch.float16, torch.bfloat16):
-        w = [torch.randn(n, k, device=x.device).to(dtype) for _ in range(copies)]
-        y = x.to(dtype)
-        yield Case(f"cuBLAS {str(dtype).removeprefix('torch.')}", [partial(torch.matmul, y, a.T) for a in w])
-    one = torch.ones((), device=x.device)
-    w8 = [torch.randn(n, k, device=x.device).to(torch.float8_e4m3fn) for _ in range(copies)]
-    x8 = torch.nn.functional.pad(x, (0, 0, 0, -m % 16)).to(torch.float8_e4m3fn)
-    fp8 = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.float16)
-    yield Case("fp8 _scaled_mm", [partial(fp8, x8, a.T) for a in w8])
-    if m > 16:
-        wi = [torch.randint(-128, 128, (n, k), device=x.device, dtype=torch.int8) for _ in range(copies)]
-        xi = torch.nn.functional.pad(x, (0, 0, 0, -m % 8)).to(torch.int8)
-        yield Case("int8 _int_mm", [partial(torch._int_mm, xi, a.T) for a in wi])
-    raw = torch.randint(0, 255, (n, k // 2), device=x.device, dtype=torch.uint8)
-    w4 = [torch._convert_weight_to_int4pack(raw, 8) for _ in range(copies * 2)]
-    xb, sz = x.bfloat16(), torch.rand(k // 64, n, 2, device=x.device).bfloat16()
-    yield Case("tinygemm int4", [partial(torch._weight_int4pack_mm, xb, a, 64, sz) for a in w4])
+        yield f"cuBLAS {str(dtype).removeprefix('torch.')}", partial(_float, dtype, n, k, copies, device)
+    yield "fp8 _scaled_mm", partial(_fp8, n, k, copies, device)
+    yield "int8 _int_mm", partial(_int8, n, k, copies, device)
+    yield "tinygemm int4", partial(_tinygemm, n, k, copies * 2, device)
+
+
+def _ours(mode: str, n: int, k: int, device: torch.device) -> list[Side]:
+    bytes_ = tiles.BYTES[MODES[mode]] * -(-n // 64) * -(-k // 256) * 2
+    stack = Stack(mode, n, k, max(2, -(-L2_BYTES // bytes_)), device)
+    every = range(len(stack.weights))
+
+    def products(x: Tensor) -> list[Callable[[], object]]:
+        ready = stack.quantize(0, x)
+        return [partial(stack.product, i, ready) for i in every]
+
+    return [
+        Side(f"lowbit {mode}", products),
+        Side(f"lowbit {mode} with quantize", lambda x: [partial(stack.both, i, x) for i in every]),
+    ]
+
+
+def _int4(n: int, k: int, device: torch.device) -> list[Side]:
+    """4-bit activations on INT4 tensor cores, two-level scales."""
+    low = LowRank(torch.randn(k, RANK, device=device) / k**0.5, torch.randn(n, RANK, device=device) / 50)
+    kept = (*tiles.pack_rows(weight("w4two", n, k, device)), *tiles.pack_branch(low, n, 128))
+    copies = [[t.clone() for t in kept] for _ in range(max(2, -(-L2_BYTES // kept[0].numel())))]
+    bias = torch.randn(-(-n // 128) * 128, device=device)
+
+    def quantize(x: Tensor, c: list[Tensor]) -> tuple[Tensor, ...]:
+        return ops_cuda.quantize4(x, hadamard=True, down=c[2])
+
+    def product(given: tuple[Tensor, ...], c: list[Tensor]) -> Tensor:
+        return ops_cuda.linear4(given[0], given[1], given[2], given[3], c[0], c[1], bias, c[3], n, torch.float16)
+
+    def products(x: Tensor) -> list[Callable[[], object]]:
+        ready = quantize(x, copies[0])
+        return [partial(product, ready, c) for c in copies]
+
+    def both(x: Tensor, c: list[Tensor]) -> Tensor:
+        return product(quantize(x, c), c)
+
+    return [
+        Side("lowbit w4a4", products),
+        Side("lowbit w4a4 with quantize", lambda x: [partial(both, x, c) for c in copies]),
+    ]
+
+
+def _float(dtype: torch.dtype, n: int, k: int, copies: int, device: torch.device) -> list[Side]:
+    w = [torch.randn(n, k, device=device).to(dtype) for _ in range(copies)]
+    name = f"cuBLAS {str(dtype).removeprefix('torch.')}"
+    return [Side(name, lambda x: [partial(torch.matmul, y, a.T) for y in (x.to(dtype),) for a in w])]
+
+
+def _fp8(n: int, k: int, copies: int, device: torch.device) -> list[Side]:
+    one = torch.ones((), device=device)
+    w = [torch.randn(n, k, device=device).to(torch.float8_e4m3fn) for _ in range(copies)]
+    call = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.float16)
+
+    def calls(x: Tensor) -> list[Callable[[], object]]:
+        y = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 16)).to(torch.float8_e4m3fn)
+        return [partial(call, y, a.T) for a in w]
+
+    return [Side("fp8 _scaled_mm", calls)]
+
+
+def _int8(n: int, k: int, copies: int, device: torch.device) -> list[Side]:
+    w = [torch.randint(-128, 128, (n, k), device=device, dtype=torch.int8) for _ in range(copies)]
+
+    def calls(x: Tensor) -> list[Callable[[], object]]:
+        rows = max(24, len(x) + -len(x) % 8)  # it takes more than 16 rows, in eights
+        y = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x))).to(torch.int8)
+        return [partial(torch._int_mm, y, a.T) for a in w]
+
+    return [Side("int8 _int_mm", calls)]
+
+
+def _tinygemm(n: int, k: int, copies: int, device: torch.device) -> list[Side]:
+    raw = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
+    w = [torch._convert_weight_to_int4pack(raw, 8) for _ in range(copies)]
+    scales = torch.rand(k // 64, n, 2, device=device).bfloat16()
+    return [
+        Side(
+            "tinygemm int4",
+            lambda x: [partial(torch._weight_int4pack_mm, y, a, 64, scales) for y in (x.bfloat16(),) for a in w],
+        )
+    ]
+
+
+def race(calls: Mapping[str, Calls], timer: Timer, repeats: int = 7) -> dict[str, tuple[float, float] | str]:
+    """name -> (microseconds a call cold, warm), or what it said when it was tried. Rounds go over all names in turn."""
+    found: dict[str, tuple[float, float] | str] = {}
+    ready: dict[str, tuple[Any, Any]] = {}
+    for name, mine in calls.items():
+        try:
+            ready[name] = timer.prepare(mine), timer.prepare(list(mine[:1]) * len(mine))
+        except (RuntimeError, FormatError) as error:
+            found[name] = str(error).splitlines()[0][:120]
+    samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
+    for _ in range(repeats):
+        for name, graphs in ready.items():
+            for graph, times in zip(graphs, samples[name]):
+                times.append(timer.time(graph) / len(calls[name]))
+    for name, (cold, warm) in samples.items():
+        found[name] = statistics.median(cold), statistics.median(warm)
+    return found
 
 
 def run(shapes: Sequence[tuple[int, int]], rows: Sequence[int], modes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A JSON line a case. FormatError where there is no such device."""
+    """A JSON line a competitor, shape and M. FormatError where there is no such device."""
     why = ops_cuda.refuses(0)
     if why is not None:
         raise FormatError(f"--device: found cuda, but {why}")
     device = torch.device("cuda")
-    chip = {"chip": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "torch": torch.__version__}
+    known = {**facts(device), "bench": "cuda-layers", "rank": RANK}
     for n, k in shapes:
-        for m in rows:
-            x = torch.randn(m, k, device=device).half()
-            for cases in (ours(n, k, m, x, modes), peers(n, k, m, x)):
-                while True:
-                    try:
-                        case = next(cases)
-                    except StopIteration:
-                        break
-                    except RuntimeError as error:  # a peer that this torch or this shape has not
-                        yield {
-                            "bench": "layers",
-                            "device": "cuda",
-                            "n": n,
-                            "k": k,
-                            "m": m,
-                            "left_out": str(error)[:120],
-                        }
-                        break
-                    count = len(case.calls)
-                    cold, warm = replayed(case.calls) / count, replayed(case.calls[:1] * count) / count
-                    yield {
-                        "bench": "cuda-layers", "name": case.name, "n": n, "k": k, "m": m, "rank": RANK,
-                        "cold_us": round(cold, 3), "warm_us": round(warm, 3), "copies": count, **chip,
-                    }  # fmt: skip
+        for line in run_shape(n, k, rows, modes, device, Graphs()):
+            yield {**known, **line}
+
+
+def run_shape(
+    n: int, k: int, rows: Sequence[int], modes: Sequence[str], device: torch.device, timer: Timer
+) -> Iterator[dict[str, Any]]:
+    """The lines of one shape: all weights are made once, all competitors of an M take turns. What cannot run has a line
+    that says why."""
+    made: list[Side] = []
+    for name, make in sides(n, k, device, modes):
+        try:
+            made += make()
+        except (RuntimeError, FormatError) as error:
+            yield {"name": name, "n": n, "k": k, "left_out": str(error).splitlines()[0][:120]}
+    for index, m in enumerate(rows):
+        print(f"{n}x{k}, M={m} ({index + 1} of {len(rows)})", file=sys.stderr, flush=True)
+        x, calls = torch.randn(m, k, device=device).half(), {}
+        for side in made:
+            try:
+                calls[side.name] = side.calls(x)
+            except (RuntimeError, FormatError) as error:
+                yield {"name": side.name, "n": n, "k": k, "m": m, "left_out": str(error).splitlines()[0][:120]}
+        found = race(calls, timer)
+        base = found.get(BASE)
+        for name, times in found.items():
+            case = {"name": name, "n": n, "k": k, "m": m}
+            if isinstance(times, str):
+                yield {**case, "left_out": times}
+                continue
+            cold, warm = times
+            ratio = None if base is None or isinstance(base, str) else round(cold / base[0], 3)
+            yield {
+                **case, "cold_us": round(cold, 3), "warm_us": round(warm, 3), "copies": len(calls[name]),
+                "ratio": ratio, "ratio_to": BASE,
+            }  # fmt: skip

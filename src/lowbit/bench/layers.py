@@ -25,6 +25,7 @@ from lowbit.reference import dequantize
 from lowbit.types import FormatError
 
 SCHEMES = ("w4a8", "w8a8", "fp16")
+OF_THE_CPU = ("group", "threads", "tier", "activation", "schemes", "peers", "dtype", "in_cache", "chart")  # options
 
 
 class Problem(NamedTuple):
@@ -41,9 +42,16 @@ def main(
     argv: Sequence[str] | None = None, prog: str = "lowbit bench layers", default_peers: Sequence[str] = peers.OF_TORCH
 ) -> int:
     """Run the cases, write a JSON line each, print a table last. Returns 0; FormatError for options that do not fit."""
-    args = parser(prog, list(default_peers)).parse_args(argv)
+    options = parser(prog, list(default_peers))
+    args = options.parse_args(argv)
     if args.device == "cuda":
+        for name in OF_THE_CPU:
+            if getattr(args, name) != options.get_default(name):
+                raise FormatError(
+                    f"--{name.replace('_', '-')}: found {getattr(args, name)!r}, accepted on cuda is none"
+                )
         return _on_cuda(args)
+    args.M = args.M or [1, 4, 16, 128]
     here = ops.cpu_isas()
     tiers = here if args.tier == "all" else [ops.cpu_isa() if t == "auto" else t for t in args.tier.split(",")]
     for tier in tiers:
@@ -75,7 +83,8 @@ def parser(prog: str, default_peers: list[str]) -> argparse.ArgumentParser:
         "--shape", type=_shapes, default=[(4096, 4096)], metavar="NxK", help="out x in features, comma separated"
     )
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: our kernels and the peers in graphs")
-    p.add_argument("--M", type=integers, default=[1, 4, 16, 128], metavar="M", help="rows of x, comma separated")
+    p.add_argument("--M", type=integers, metavar="M",
+                   help="rows of x, comma separated; of itself 1,4,16,128, and on cuda the powers of two up to 2048")  # fmt: skip
     p.add_argument("--group", type=int, default=128, help="group size of the 4-bit weights")
     p.add_argument("--threads", type=integers, default=[1], metavar="T")
     p.add_argument("--tier", default="auto", help="auto, all, or names: " + ",".join(ops.cpu_isas()))
@@ -96,19 +105,33 @@ def parser(prog: str, default_peers: list[str]) -> argparse.ArgumentParser:
 
 def _on_cuda(args: argparse.Namespace) -> int:
     lines = []
-    facts = machine()
+    torch.manual_seed(args.seed)
     with sink(args.json) as write, torch.inference_mode():
-        for line in cuda_layers.run(args.shape, args.M, list(cuda_layers.MODES)):
-            lines.append({**facts, **line})
-            write(json.dumps(lines[-1]))
+        for line in cuda_layers.run(args.shape, args.M or cuda_layers.ROWS, list(cuda_layers.MODES)):
+            lines.append(line)
+            write(json.dumps(line))
     if args.json != "-":
-        rows = [
-            [f"{x['n']}x{x['k']} {x['name']}", str(x["m"]), f"{x['cold_us']:.2f}", f"{x['warm_us']:.2f}"]
-            for x in lines
-            if "name" in x
-        ]
-        print("\n".join(padded([["", "M", "us, cold L2", "us, warm"], *rows])))
+        print(cuda_table(lines))
     return 0
+
+
+def cuda_table(lines: Sequence[dict[str, Any]]) -> str:
+    """The lines of one run on a GPU as text; what was left out comes last, with its reason."""
+    rows = [
+        [
+            f"{x['n']}x{x['k']} {x['name']}", str(x["m"]), f"{x['cold_us']:.2f}", f"{x['warm_us']:.2f}",
+            "" if x["ratio"] is None else f"{x['ratio']:.2f}",
+        ]
+        for x in lines
+        if "cold_us" in x
+    ]  # fmt: skip
+    out = padded([["", "M", "us, cold L2", "us, warm", f"x {cuda_layers.BASE}"], *rows])
+    for x in lines:
+        if "left_out" in x:
+            out.append(
+                f"left out: {x['n']}x{x['k']} {x['name']}{', M=' + str(x['m']) if 'm' in x else ''}: {x['left_out']}"
+            )
+    return "\n".join(out)
 
 
 def run_shape(n: int, k: int, args: argparse.Namespace, tiers: list[str], threads: int) -> Iterator[dict[str, Any]]:

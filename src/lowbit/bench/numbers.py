@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench import accuracy, chart, markdown, models, speech
+from lowbit.bench import accuracy, chart, cuda_figures, cuda_kernels, cuda_sweep, markdown, models, speech
 from lowbit.types import FormatError
 
 # What makes two lines parts of one run, and so of one table.
@@ -16,8 +16,8 @@ RUN = ("bench", "chip", "torch", "lowbit", "commit", "date", "pages", "in_cache"
 HEAD = """# Numbers
 
 Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json`, `bench models --json` and
-`bench/accuracy.py` wrote (`make accuracy`). Speed comes first: each table is one interleaved run on one machine, medians
-over the stated repeats or rounds. `x` is the time over that of the first row of its shape: above 1 is slower than ours.
+`bench/accuracy.py` wrote, and `bench/gpu_check.py` on GPUs (`make accuracy`). Speed comes first, CPUs before GPUs: each
+table of a CPU is one interleaved run on one machine, medians over the stated repeats or rounds. `x` is the time over that of the first row of its shape: above 1 is slower than ours.
 The error is the relative Frobenius distance to the float product on Gaussian x.
 """
 # Said once, under the first table of whole models.
@@ -26,6 +26,7 @@ rounds). Memory is what a process grew by beyond an interpreter with torch, or a
 torch: resident while decoding, and at its peak, loading included. `cpu` is CPU seconds a second of decoding. `same`
 counts the first greedy tokens, of 16, that float32 gives too; the error is that of the logits after the prompt."""
 KINDS = {"layers": chart.layers, "models": chart.models}  # of speed
+OF_CUDA = ("cuda", "cuda-layers", "predicted")
 
 
 def read(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -37,8 +38,8 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
                 raise FormatError(f"{path} line {number}: found no JSON ({error.msg})") from None
-            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, "accuracy", "speech"):
-                accepted = "a line of bench layers, bench models, accuracy or speech"
+            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, *OF_CUDA, "accuracy", "speech"):
+                accepted = "a line of bench layers, bench models, gpu_check, accuracy or speech"
                 raise FormatError(f"{path} line {number}: found {text[:40]!r}, accepted is {accepted}")
             lines.append({**line, "source": Path(path).name})
     return lines
@@ -116,6 +117,11 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         if run[0]["bench"] == "models" and not told:
             parts.append(MODELS)
             told = True
+    cuda, swept, foretold = ([x for x in lines if x["bench"] == kind] for kind in OF_CUDA)
+    if cuda or foretold:
+        parts.append(cuda_figures.chapter(cuda, foretold))
+    if swept:
+        parts.append(cuda_sweep.chapter(swept))
     for index, some in enumerate(accuracy.models(judged)):
         addresses = {what: f"charts/{_accuracy(index, what)}" for what in accuracy.drawings(some)}
         parts.append(accuracy.chapter(some, addresses))
@@ -127,7 +133,11 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="lowbit bench numbers", description=__doc__)
     p.add_argument("files", nargs="+", metavar="JSONL", help="what the benches wrote")
-    p.add_argument("--out", metavar="FILE", help="write the page here, and its charts into charts/ beside it")
+    p.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the page here, its charts into charts/ and the table of kernels.md beside it",
+    )
     args = p.parse_args(argv)
     lines = read(args.files)
     if not args.out:
@@ -138,4 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, svg in charts(lines).items():
         (folder / name).write_text(svg, "utf-8")
     Path(args.out).write_text(page(lines), "utf-8")
+    kernels = Path(args.out).with_name("kernels.md")
+    if kernels.exists() and cuda_kernels.BEGIN in kernels.read_text("utf-8"):
+        cuda = [x for x in lines if x["bench"] == "cuda"]
+        kernels.write_text(cuda_kernels.fill(kernels.read_text("utf-8"), cuda), "utf-8")
     return 0

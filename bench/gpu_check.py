@@ -125,11 +125,12 @@ def quantize() -> None:
                     continue
                 x = torch.randn(m, k, generator=g, device=DEVICE).to(dtype)
                 x[m // 2] = 0
-                smooth = (0.5 + torch.rand(k, generator=g, device=DEVICE)) if had else None
+                smooth = (0.5 + torch.rand(k, generator=g, device=DEVICE)).half() if had else None
                 down = (torch.randn(k, 16, generator=g, device=DEVICE) / k**0.5).half()
                 branch = tiles.pack_branch(LowRank(down, torch.zeros(64, 16, device=DEVICE)), 64)
-                codes, scales, low = ops_cuda.quantize(x, smooth=smooth, hadamard=had, down=branch.down, tile_order=had)
-                inside = x.float() if smooth is None else (x.float().cpu() / smooth.cpu()).to(DEVICE)
+                both = None if smooth is None else tiles.pack_smooth(smooth)
+                codes, scales, low = ops_cuda.quantize(x, smooth=both, hadamard=had, down=branch.down, tile_order=had)
+                inside = x.float() if smooth is None else (x.float().cpu() / smooth.float().cpu()).to(DEVICE)
                 inside = reference.hadamard(inside, 64) if had else inside
                 want, sa = (
                     t.to(DEVICE) for t in reference.quantize_rows(inside.cpu())
@@ -403,7 +404,7 @@ def small() -> None:
     w = torch.ones(1024, device=DEVICE)
     for m in (3, 70):
         x = torch.randn(m, 1024, device=DEVICE).half()
-        ops_cuda.quantize(x, residual=x.clone(), norm=w, smooth=w, eps=1e-6, hadamard=True, down=down)
+        ops_cuda.quantize(x, residual=x.clone(), norm=w, smooth=tiles.pack_smooth(w), eps=1e-6, hadamard=True, down=down)
         codes, groups, scales, low = ops_cuda.quantize4(x, hadamard=True, down=down)
         rows = tiles.pack_rows(weight("w4grp", 200, 1024, exact=False))
         ops_cuda.linear4(codes, groups, scales, None, *rows, None, None, 200, torch.float16)
@@ -503,7 +504,7 @@ def module() -> None:
             low = LowRank(
                 (torch.randn(k, rank, device=DEVICE) / k**0.5).half(), (torch.randn(n, rank, device=DEVICE) / 8).half()
             )
-            q = q.with_(low_rank=low, smooth=0.5 + torch.rand(k, device=DEVICE))
+            q = q.with_(low_rank=low, smooth=(0.5 + torch.rand(k, device=DEVICE)).half())
         layer = QuantLinear.from_quantized(q, "token")
         host = {f: getattr(q, f).cpu() for f in ("codes", "scales", "bias", "smooth") if getattr(q, f) is not None}
         q_host = q.with_(**host, low_rank=None if q.low_rank is None else LowRank(*(t.cpu() for t in q.low_rank)))

@@ -156,8 +156,8 @@ static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& resid
   if (residual.has_value())
     a.residual = const_cast<void*>(data_of(*residual, "residual", x, x.scalar_type(), m * k));
   a.norm = optional_data<float>(norm, "norm", x, ScalarType::Float, k);
-  a.smooth = optional_data<float>(smooth, "smooth", x, ScalarType::Float, k);
-  a.down = optional_data<void>(down, "down", x, ScalarType::Half, rank * k);
+  a.smooth = optional_data<float>(smooth, "smooth", x, ScalarType::Float, 2 * k);
+  a.down = optional_data<void>(down, "down", x, ScalarType::Half, rank * ((k + 63) / 64 * 64));
   a.m = as_int(m, "M"), a.k = as_int(k, "K"), a.kp = (a.k + 255) / 256 * 256;
   a.rank = static_cast<int>(rank), a.eps = static_cast<float>(eps);
   a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order, a.four = four,

@@ -90,7 +90,7 @@ def off(*shape: int, dtype: torch.dtype = torch.float32, by: int = 1) -> Tensor:
 # Arguments that are all right, M = 5, N = 72, K = 128, rank 16.
 GOOD: dict[str, dict[str, Any]] = {
     "quantize": dict(
-        x=half(5, 128), residual=half(5, 128), norm=torch.ones(128), eps=1e-6, smooth=torch.ones(128),
+        x=half(5, 128), residual=half(5, 128), norm=torch.ones(128), eps=1e-6, smooth=torch.ones(2, 128),
         down=half(1, 8, 32, 8), rank=16, hadamard=True, silu=False, tile_order=True,
     ),
     "linear": dict(
@@ -132,7 +132,7 @@ BAD: dict[str, Bad] = {
     "x of odd width, gated": ("quantize", {"x": half(5, 257), "silu": True}, "x: found 257"),
     "residual of other rows": ("quantize", {"residual": half(4, 128)}, "residual: found 512 elements, .*640"),
     "norm too short": ("quantize", {"norm": torch.ones(127)}, "norm: found 127 elements, .*128"),
-    "smooth too long": ("quantize", {"smooth": torch.ones(129)}, "smooth: found 129 elements, .*128"),
+    "smooth too long": ("quantize", {"smooth": torch.ones(129)}, "smooth: found 129 elements, .*256"),
     "down of another K": ("quantize", {"down": half(1, 4, 32, 8)}, "down: found 1024 elements, .*2048"),
     "codes of one dimension": ("linear", {"codes": torch.zeros(256, dtype=torch.int8)}, "codes: found 1 dim"),
     "codes off the padding": ("linear", {"codes": torch.zeros(5, 128, dtype=torch.int8)}, "codes: found Kp=128, .*256"),
@@ -176,7 +176,7 @@ BAD: dict[str, Bad] = {
     "x int32": ("quantize4", {"x": torch.zeros(5, 128, dtype=torch.int32)}, "x: found Int, .*Half"),
     "residual of another dtype": ("quantize", {"residual": torch.zeros(5, 128)}, "residual: found Float, .*Half"),
     "norm of halves": ("quantize", {"norm": half(128)}, "norm: found Half, accepted is Float"),
-    "smooth of doubles": ("quantize", {"smooth": torch.ones(128).double()}, "smooth: found Double, accepted is Float"),
+    "smooth of doubles": ("quantize", {"smooth": torch.ones(256).double()}, "smooth: found Double, accepted is Float"),
     "down of floats": ("quantize", {"down": torch.zeros(1, 8, 32, 8)}, "down: found Float, accepted is Half"),
     "codes unsigned": ("linear", {"codes": torch.zeros(5, 256, dtype=torch.uint8)}, "codes: found Byte, accepted is Char"),
     "scales of halves": ("linear", {"scales": half(5)}, "scales: found Half, accepted is Float"),
@@ -196,7 +196,7 @@ BAD: dict[str, Bad] = {
     "x complex": ("inverse_rms", {"x": torch.zeros(5, 64, dtype=torch.complex64)}, "x: found ComplexFloat"),
     # strides
     "residual transposed": ("quantize", {"residual": half(128, 5).T}, r"residual: found strides \[1, 5\]"),
-    "smooth spread": ("quantize", {"smooth": torch.ones(256)[::2]}, r"smooth: found strides \[2\]"),
+    "smooth spread": ("quantize", {"smooth": torch.ones(512)[::2]}, r"smooth: found strides \[2\]"),
     "codes of every other row": (
         "linear", {"codes": torch.zeros(10, 256, dtype=torch.int8)[::2]}, r"codes: found strides \[512, 1\]"),
     "weight transposed": (

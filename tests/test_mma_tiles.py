@@ -86,15 +86,16 @@ def test_tile_order_is_a_permutation_of_each_block_and_undone() -> None:
     assert torch.equal(order.reshape(5, 3, 64).sort(-1).values, x.reshape(5, 3, 64))
 
 
-@pytest.mark.parametrize("rank", [16, 48])
-def test_the_low_rank_survives_packing(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "k"), [(16, 128), (48, 128), (32, 80)])
+def test_the_low_rank_survives_packing(rank: int, k: int) -> None:
     g = torch.Generator().manual_seed(rank)
-    low = LowRank(torch.randn(128, rank, generator=g).half(), torch.randn(72, rank, generator=g).half())
+    low = LowRank(torch.randn(k, rank, generator=g).half(), torch.randn(72, rank, generator=g).half())
     branch = mma_tiles.pack_branch(low, 72)
     assert branch.up.shape == (rank // 16, 8, 32, 8) and branch.down.shape == (rank // 16, 8, 32, 8)
-    back = mma_tiles.unpack_branch(branch, 72)
+    back = mma_tiles.unpack_branch(branch, 72, k)
     assert torch.equal(back.down, low.down) and torch.equal(back.up, low.up)
-    assert float(branch.down[0, 3, 4 * 5 + 2, 2 * 1 + 1]) == float(low.down[16 * 3 + 5, 13])  # row g+8, column 2t+1
+    # step 3, g = 5, t = 2, column half 0, row half 1, second of the pair
+    assert float(branch.down[0, 3, 4 * 5 + 2, 2 * 1 + 1]) == float(low.down[16 * 2 + 4 * 3 + 1, 13])
     hidden = torch.randn(11, rank, generator=g).half()
     assert torch.equal(mma_tiles.unpack_low(mma_tiles.pack_low(hidden), 11), hidden)
 
@@ -102,7 +103,7 @@ def test_the_low_rank_survives_packing(rank: int) -> None:
 def test_a_low_rank_that_could_overflow_fp16_is_balanced() -> None:
     down, up = torch.full((4096, 16), 40.0), torch.full((64, 16), 2.0**-9)
     branch = mma_tiles.pack_branch(LowRank(down, up), 64)
-    back = mma_tiles.unpack_branch(branch, 64)
+    back = mma_tiles.unpack_branch(branch, 64, 4096)
     assert float(back.down.abs().sum(0).max()) * 127 <= 65504
     assert torch.allclose(back.down.double() @ back.up.double().T, down.double() @ up.double().T, rtol=1e-3)
     with pytest.raises(FormatError, match="low_rank: found values beyond float16"):

@@ -50,23 +50,29 @@ __device__ __forceinline__ void exchange(const Cta<C>& c, const T (&d)[C::tokens
   }
 }
 
-// f += up . low, 16 ranks a stage of the ring.
+// f += up . low, 16 ranks a stage of the ring, one instruction of the tensor core.
 template <class C>
 __device__ __forceinline__ void add_low_rank(const Cta<C>& c, Ring<C::stages>& ring, float (&f)[C::own / 2],
                                              int chunks, int wg, int w4, int lane) {
+  if (!chunks) return;
+  int bits[C::own / 2];
+#pragma unroll
+  for (int i = 0; i < C::own / 2; i++) bits[i] = __float_as_int(f[i]);
 #pragma unroll 1
   for (int i = 0; i < chunks; i++) {
     ptx::wait(c.full + 8 * ring.s, ring.phase);
     const uint32_t st = c.smem + ring.s * C::stage;
     const uint4 up = ptx::lds128(st + C::x_bytes + wg * C::weight + w4 * 512 + lane * 16);
-#pragma unroll
-    for (int j = 0; j < C::own / 8; j++) {
-      const uint2 low = ptx::lds64(st + j * 256 + lane * 8);
-      ptx::mma_f16(f + 4 * j, up, low.x, low.y);
-    }
+    ptx::mma_fence();
+    Wgmma<C::own>::f16(bits, up, ptx::plain_descriptor(st));
+    ptx::mma_commit();
+    ptx::mma_wait<0>();
     release(c, ring.s);
     ring.next();
   }
+  ptx::touch(bits);
+#pragma unroll
+  for (int i = 0; i < C::own / 2; i++) f[i] = __int_as_float(bits[i]);
 }
 
 template <bool value>

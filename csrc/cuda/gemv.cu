@@ -111,11 +111,10 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv(const LinearArgs a) {
   const int e = v.warp, token = 8 * e + 2 * v.t;  // of a warp that ends a group
   float sx[2] = {0.f, 0.f};
   uint2 low = {0, 0};
-  const uint2* lows = static_cast<const uint2*>(a.low);
   if (e < kEights) {
     if (token < a.m) sx[0] = a.scales[token];
     if (token + 1 < a.m) sx[1] = a.scales[token + 1];
-    if (a.rank && e < eights) low = lows[e * 32 + v.lane];
+    if (a.rank && e < eights) low = low_of(a.low, e, v.lane);
   }
   Sum acc[kEights][4] = {};
   int turn = 0;
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2) gemv(const LinearArgs a) {
       if (a.rank) ptx::mma_f16(f, tail.up, low.x, low.y);
       for (int c = 1; c < a.rank / 16; c++) {
         const uint4 up = __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * groups + group) * 32 + v.lane);
-        const uint2 l = lows[(c * eights + e) * 32 + v.lane];
+        const uint2 l = low_of(a.low, c * eights + e, v.lane);
         ptx::mma_f16(f, up, l.x, l.y);
       }
 #pragma unroll

@@ -25,11 +25,11 @@ struct QuantizeArgs {
   const void* x;        // [m, k] of dtype, or [m, 2k] with silu: gate, then up
   void* residual;       // [m, k] of dtype or null: x += residual, and the rounded sum is written back here
   const float* norm;    // [k] or null: RMS norm with this weight
-  const float* smooth;  // [k] or null: x is divided by it
-  const void* down;     // fp16 A fragments [rank / 16][k / 16][32 lanes][16 B] or null
+  const float* smooth;  // [2, k] or null: what x is divided by (values of fp16), and 1 over it
+  const void* down;     // fp16 A fragments [rank / 16][ceil(k / 64)][4][32 lanes][16 B] or null
   int8_t* codes;        // [m, kp]
   float* scales;        // [m]
-  void* low;            // fp16 B fragments [rank / 16][ceil(m / 8)][32 lanes][8 B]
+  void* low;            // fp16 [rank / 16][ceil(m / 8)][halves of 8 ranks][8 rows][8 ranks]
   float eps;            //
   int m, k, kp;         // kp: k rounded up to 256, the columns beyond k become 0
   int rank;             // multiple of 16

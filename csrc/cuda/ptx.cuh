@@ -167,6 +167,12 @@ LOWBIT_DEVICE uint64_t descriptor(uint32_t smem) {
          (uint64_t)1 << 62;
 }
 
+// The same without a swizzle: 8 rows of 16 B lie together; the next 16 B of K are 128 B on, the next rows 256
+// B.
+LOWBIT_DEVICE uint64_t plain_descriptor(uint32_t smem) {
+  return (uint64_t)((smem & 0x3FFFF) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(256 >> 4) << 32;
+}
+
 LOWBIT_DEVICE uint4 stream128(const void* p) {  // global memory that is read once
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -67,6 +67,12 @@ LOWBIT_DEVICE float2 half2_float2(uint32_t h) {
   return __half22float2(*reinterpret_cast<const __half2*>(&h));
 }
 
+// Block `at` of low, [halves of 8 ranks][8 rows][8 ranks], as the B operand of mma_f16.
+LOWBIT_DEVICE uint2 low_of(const void* low, size_t at, int lane) {
+  const uint32_t* p = static_cast<const uint32_t*>(low) + at * 64 + lane;
+  return {p[0], p[32]};
+}
+
 // f += up . low (`chunks` of rank 16) of 16 channels from `row` on and the eight rows of x number `eight`, as
 // mma_f16 has them.
 template <class Args>
@@ -75,7 +81,7 @@ LOWBIT_DEVICE void add_low_rank(float (&f)[4], const Args& a, int row, int eight
   for (int c = 0; c < chunks; c++) {
     const uint4 up =
         __ldg(static_cast<const uint4*>(a.up) + ((size_t)c * (a.np / 16) + row / 16) * 32 + lane);
-    const uint2 low = static_cast<const uint2*>(a.low)[((size_t)c * eights + eight) * 32 + lane];
+    const uint2 low = low_of(a.low, (size_t)c * eights + eight, lane);
     ptx::mma_f16(f, up, low.x, low.y);
   }
 }

@@ -2,6 +2,8 @@
 //
 // ss(d, A descriptor, B descriptor, accumulate)      both operands in shared memory
 // rs(d, A registers, B descriptor, accumulate)       A [64 x 32] in registers
+// f16(d, A registers, B descriptor)                  m64nNk16, f16 x f16 -> f32 added to d, whose bits are
+// floats
 #pragma once
 #include <cstdint>
 
@@ -47,10 +49,17 @@ struct Wgmma;
                    : DS                                                                                            \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                         \
     }                                                                                                              \
+    static __device__ __forceinline__ void f16(int (&d)[N / 2], const uint4& a, uint64_t b) {                      \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGS "}, {%" A0 ",%" A1 ",%" A2      \
+                   ",%" A3 "}, %" A4 ", 1, 1, 1, 0;\n"                                                              \
+                   : DS                                                                                            \
+                   : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));                                              \
+    }                                                                                                              \
   };
 
 #define LOWBIT_COMMA ,
 LOWBIT_WGMMA(16, LOWBIT_R0, LOWBIT_D(0), "8", "9", "10", "11", "12", "13")
+LOWBIT_WGMMA(24, LOWBIT_R0 ",%8,%9,%10,%11", LOWBIT_D(0) LOWBIT_COMMA "+r"(d[8]) LOWBIT_COMMA "+r"(d[9]) LOWBIT_COMMA "+r"(d[10]) LOWBIT_COMMA "+r"(d[11]), "12", "13", "14", "15", "16", "17")
 LOWBIT_WGMMA(32, LOWBIT_R0 "," LOWBIT_R1, LOWBIT_D(0) LOWBIT_COMMA LOWBIT_D(8), "16", "17", "18", "19", "20", "21")
 LOWBIT_WGMMA(48, LOWBIT_R0 "," LOWBIT_R1 "," LOWBIT_R2, LOWBIT_D(0) LOWBIT_COMMA LOWBIT_D(8) LOWBIT_COMMA LOWBIT_D(16), "24", "25", "26", "27", "28", "29")
 LOWBIT_WGMMA(96, LOWBIT_R0 "," LOWBIT_R1 "," LOWBIT_R2 "," LOWBIT_R3 "," LOWBIT_R4 "," LOWBIT_R5, LOWBIT_D(0) LOWBIT_COMMA LOWBIT_D(8) LOWBIT_COMMA LOWBIT_D(16) LOWBIT_COMMA LOWBIT_D(24) LOWBIT_COMMA LOWBIT_D(32) LOWBIT_COMMA LOWBIT_D(40), "48", "49", "50", "51", "52", "53")

@@ -40,7 +40,7 @@ def _sides(q: QuantizedWeight, channels: int) -> dict[str, Tensor | None]:
         branch = mma_tiles.pack_branch(q.low_rank, q.n, channels)
     return {
         "bias": None if q.bias is None else torch.nn.functional.pad(q.bias.detach().float(), (0, -q.n % channels)),
-        "smooth": None if q.smooth is None else q.smooth.detach().float().contiguous(),
+        "smooth": None if q.smooth is None else mma_tiles.pack_smooth(q.smooth),
         "down": None if branch is None else branch.down,
         "up": None if branch is None else branch.up,
     }
@@ -168,5 +168,5 @@ class DeviceLinear(Kept):
             scales = scales[:, :: self.group_size // mma_tiles.GROUP]
         low = None
         if self.down is not None and self.up is not None:
-            low = mma_tiles.unpack_branch(mma_tiles.Branch(self.down, self.up), self.n)
+            low = mma_tiles.unpack_branch(mma_tiles.Branch(self.down, self.up), self.n, self.k)
         return codes, scales.to(self.dtypes[0]).contiguous(), None, low

@@ -188,7 +188,7 @@ def quantize(
     """x [..., K] on a CUDA device -> codes int8 [M, KP], scales float32 [M], low float16 [R / 16, ceil(M / 8), 128].
 
     In this order: silu(gate) * up of x [..., 2K]; x += ``residual`` [..., K], rounded and kept in it; RMS norm with
-    ``norm`` float32 [K] and ``eps``; / ``smooth`` float32 [K]; Hadamard over 64; 8 bits per row (reference.quantize_rows);
+    ``norm`` float32 [K] and ``eps``; / ``smooth`` (mma_tiles.pack_smooth of [K] float16 values); Hadamard over 64; 8 bits per row (reference.quantize_rows);
     ``down`` (mma_tiles.Branch) times the same values in units of the row's scale. ``tile_order`` for linear's GEMM,
     without it for its GEMV. RuntimeError or FormatError names the argument that does not fit, as in all of these.
     """

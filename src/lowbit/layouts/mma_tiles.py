@@ -35,7 +35,7 @@ class Branch(NamedTuple):
     """The low rank as matrix operands; ``down`` is divided and ``up`` multiplied by a power of two a rank, so that downᵀ
     times values up to 127 stays below fp16's 65504 whatever they are."""
 
-    down: Tensor  # float16 [R / 16, K / 16, 32, 8]
+    down: Tensor  # float16 [R / 16, ceil(K / 64) * 4, 32, 8]: of 64 columns step s has 16t + 4s .. + 3 for lane 4g + t
     up: Tensor  # float16 [R / 16, NP / 16, 32, 8]
 
 
@@ -144,32 +144,44 @@ def pack_branch(low_rank: LowRank, n: int, channels: int = CHANNELS) -> Branch:
         raise FormatError(
             "low_rank: found values beyond float16, accepted is at most 65504 once the factors are balanced"
         )
-    return Branch(_operand(down.T), _operand(pad(up, (0, 0, 0, -n % channels)).T, transpose=True))
+    return Branch(_operand(_by_steps(pad(down, (0, 0, 0, -len(down) % 64)).T)), _operand(pad(up, (0, 0, 0, -n % channels)).T, transpose=True))
 
 
-def unpack_branch(branch: Branch, n: int) -> LowRank:
+def _by_steps(matrix: Tensor) -> Tensor:
+    """[R, K], K a multiple of 64: column 16t + 4s + 2h + p of 64 -> 16s + 8h + 2t + p."""
+    blocks = matrix.reshape(len(matrix), -1, 4, 4, 2, 2)  # t, s, h, p
+    return blocks.permute(0, 1, 3, 4, 2, 5).reshape(matrix.shape)
+
+
+def pack_smooth(smooth: Tensor) -> Tensor:
+    """smooth [K] -> float32 [2, K]: what x is divided by, and one over it, which is all that the division takes."""
+    s = smooth.detach().float()
+    return torch.stack([s, torch.ones_like(s) / s])
+
+
+def unpack_branch(branch: Branch, n: int, k: int) -> LowRank:
     """The factors as they were packed, float16; a power of two may have moved from one to the other."""
     chunks, columns = branch.down.shape[:2]
     rows = branch.up.shape[1]
-    # g, t, column half, row half, pair -> (row half, g), (column half, t, pair)
-    down = branch.down.reshape(chunks, columns, 8, 4, 2, 2, 2).permute(1, 4, 3, 6, 0, 5, 2)
+    # step, g, t, column half, row half, pair -> columns (t, step, column half, pair), ranks (row half, g)
+    down = branch.down.reshape(chunks, columns // 4, 4, 8, 4, 2, 2, 2).permute(1, 4, 2, 5, 7, 0, 6, 3)
     up = branch.up.reshape(chunks, rows, 8, 4, 2, 2, 2).permute(1, 5, 2, 0, 4, 3, 6)
     return LowRank(
-        down.reshape(columns * 16, chunks * 16).contiguous(), up.reshape(rows * 16, chunks * 16)[:n].contiguous()
+        down.reshape(columns * 16, chunks * 16)[:k].contiguous(), up.reshape(rows * 16, chunks * 16)[:n].contiguous()
     )
 
 
 def pack_low(low: Tensor) -> Tensor:
-    """low [M, R] -> the fp16 fragments that cuda_quantize gives, rows beyond M zero: for tests."""
+    """low [M, R] -> as cuda_quantize gives it, rows beyond M zero: for tests."""
     m, r = low.shape
-    wide = pad(low.half(), (0, 0, 0, -m % 8)).reshape(-1, 8, r // 16, 2, 4, 2)  # g, reg, t, pair
-    return wide.permute(2, 0, 1, 4, 3, 5).reshape(r // 16, -1, 128)
+    wide = pad(low.half(), (0, 0, 0, -m % 8)).reshape(-1, 8, r // 16, 2, 8)  # eight, row, chunk, half, rank
+    return wide.permute(2, 0, 3, 1, 4).reshape(r // 16, -1, 128)
 
 
 def unpack_low(packed: Tensor, m: int) -> Tensor:
     """The inverse: -> float16 [m, R]."""
     chunks, eights, _ = packed.shape
-    return packed.reshape(chunks, eights, 8, 4, 2, 2).permute(1, 2, 0, 4, 3, 5).reshape(eights * 8, chunks * 16)[:m]
+    return packed.reshape(chunks, eights, 2, 8, 8).permute(1, 3, 0, 2, 4).reshape(eights * 8, chunks * 16)[:m]
 
 
 def _operand(matrix: Tensor, transpose: bool = False) -> Tensor:

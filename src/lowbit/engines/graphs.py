@@ -58,7 +58,7 @@ class Slot(Generic[Buffers]):
                 self._call(self.buffers)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._out = self._call(self.buffers)
             self._graph = graph
 

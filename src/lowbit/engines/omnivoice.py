@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import open_checkpoint
 from lowbit.engines.graphs import BUCKETS, Graphs, Slot
-from lowbit.engines.omnivoice_batch import Batch, Item, gumbel, home_of, items_of
+from lowbit.engines.omnivoice_batch import Batch, Item, draw, home_of, items_of
 from lowbit.engines.omnivoice_step import Board, Reveal, Score, Step
 from lowbit.engines.packed import Backbone, Precision, linears_of
 from lowbit.formats import detect, quantized_layers, read_layer
@@ -51,7 +51,7 @@ def accelerate(
     ``weights``: a lowbit checkpoint (directory or file) or {linear: QuantizedWeight}; None rounds the live weights where
     ``precision`` asks for integers. ``precision``: see ``packed.Backbone``; None is what the weights declare, and without
     weights the dtype of the model, which changes no token. ``buckets``: packed tokens; None is 128 .. 2304 on CUDA and no
-    padding on a CPU. ``batch``: utterances in one graph; more run without one. ``chunk_tokens``: packed tokens at a time
+    padding without graphs. ``batch``: utterances in one graph; more run without one. ``chunk_tokens``: packed tokens at a time
     of a long text's chunks, which are decoded together; 0 leaves them one after the other; None is 8192 on CUDA and 0 on
     a CPU. ``attention``, ``score``,
     ``reveal`` replace a part (packed_attention.ATTENTIONS, omnivoice_step).
@@ -124,7 +124,7 @@ class Engine:
         self.model, self.backbone, self.batch, self.chunk_tokens = model, backbone, batch, chunk_tokens
         self.step = Step(model, backbone, score, reveal)
         self._undo, self._lock = undo, threading.RLock()
-        self._plain = buckets is None and backbone.device.type != "cuda" or not graphs
+        self._plain = buckets is None and (backbone.device.type != "cuda" or not graphs)
         self._waiting: list[list[Item]] | None = None  # groups of chunks, while a long text is taken apart
         self.graphs: Graphs[Board] = Graphs(
             self.step, self._board, buckets=BUCKETS if buckets is None else buckets, device=backbone.device,
@@ -203,7 +203,7 @@ class Engine:
         items = [item for group in groups for item in group]
         warm = config.position_temperature > 0 and config.class_temperature <= 0
         device = self.backbone.device
-        noise = gumbel(groups, config.num_step, device) if warm else [[] for _ in items]
+        drawn = draw(groups, config.num_step, device) if warm else []
         done: list[Tensor] = []
         for begin, end in _portions(items, limit):
             packed = Batch(self.model, items[begin:end], config.guidance_scale != 0)
@@ -213,8 +213,7 @@ class Engine:
             if sampled:
                 self._sample(slot.buffers, packed, config)
             else:
-                rows = packed.noises(noise[begin:end], config.num_step, device) if warm else None
-                self._run(slot, packed, rows)
+                self._run(slot, packed, packed.noise(drawn[begin:end]) if warm else None)
             done += [slot.buffers.tokens[i, :, : item.frames].clone() for i, item in enumerate(packed.items)]
         return done
 

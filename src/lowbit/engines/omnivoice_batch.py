@@ -62,20 +62,20 @@ def home_of(model: Any) -> Any:
     return import_module(kind.__module__)
 
 
-def gumbel(groups: Iterable[Sequence[Item]], steps: int, device: torch.device) -> list[list[Tensor | None]]:
-    """Noise of every item, [item][step] float32 [C, T] or None where nothing is revealed.
+def draw(groups: Iterable[Sequence[Item]], steps: int, device: torch.device) -> list[Tensor]:
+    """Uniform numbers of every item, float32 [steps, C, T], 0 in steps that reveal nothing.
 
     Drawn in the order in which the model itself draws: group by group, of a group step by step, of a step item by item.
     """
-    noise: list[list[Tensor | None]] = []
+    drawn: list[Tensor] = []
     for group in groups:
-        rows: list[list[Tensor | None]] = [[] for _ in group]
+        rows = [torch.zeros(steps, item.ids.shape[0], item.frames, device=device) for item in group]
         for step in range(steps):
             for item, row in zip(group, rows, strict=True):
-                shape = (1, item.ids.shape[0], item.frames)
-                row.append(torch.rand(shape, device=device)[0] if item.counts[step] > 0 else None)
-        noise += rows
-    return noise
+                if item.counts[step] > 0:
+                    row[step].uniform_()
+        drawn += rows
+    return drawn
 
 
 class Batch:
@@ -139,11 +139,10 @@ class Batch:
         """int64 [steps, B]: slots to reveal."""
         return torch.tensor([item.counts for item in self.items], device=device).T.contiguous()
 
-    def noises(self, rows: Sequence[Sequence[Tensor | None]], steps: int, device: torch.device) -> Tensor:
-        """float32 [steps, B, C, T] of what ``gumbel`` drew; 0 where nothing was."""
-        drawn = torch.zeros(steps, len(self.items), len(self.items[0].ids), self.frames, device=device)
-        for i, row in enumerate(rows):
-            for step, u in enumerate(row):
-                if u is not None:
-                    drawn[step, i, :, : u.shape[-1]] = u
-        return -torch.log(-torch.log(drawn + 1e-10) + 1e-10)
+    def noise(self, drawn: Sequence[Tensor]) -> Tensor:
+        """Gumbel noise float32 [steps, B, C, T] from what ``draw`` gave for the items, by the model's formula."""
+        if len(drawn) == 1:
+            u = drawn[0][:, None]
+        else:
+            u = torch.stack([torch.nn.functional.pad(d, (0, self.frames - d.shape[-1])) for d in drawn], 1)
+        return -torch.log(-torch.log(u + 1e-10) + 1e-10)

@@ -129,6 +129,36 @@ def test_chunks_share_a_batch_and_portions_change_nothing(model: Any, stock: Any
         omnivoice.restore(model)
 
 
+def decoder_hooks(model: Any) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.audio_tokenizer.acoustic_decoder.modules()
+    )
+
+
+@pytest.mark.parametrize("frames", [400, 40, 0])
+@pytest.mark.parametrize("name", ["batch", "long", "two long, one short", "single"])
+def test_the_codec_over_several_items_gives_the_samples_of_each(model: Any, stock: Any, name: str, frames: int) -> None:
+    want, hooks = stock(name, False)[0], decoder_hooks(model)
+    omnivoice.accelerate(model, codec_frames=frames)
+    got = speak(model, CASES[name], False)[0]
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * float(np.abs(b).max()))
+    assert decoder_hooks(model) == hooks
+
+
+def test_trimmed_output_is_that_of_stock(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dict(CASES["single"], postprocess_output=True, pad_duration=0.02, fade_duration=0.01)
+    want = speak(model, case, False)
+    omnivoice.accelerate(model)
+    monkeypatch.setattr("omnivoice.models.omnivoice.remove_silence", None)  # is not asked any more
+    assert_same(speak(model, case, False), want)
+    omnivoice.restore(model)
+    omnivoice.accelerate(model, trim=False)
+    with pytest.raises(TypeError):
+        speak(model, case, False)
+
+
 # -- undone, refused ------------------------------------------------------------------------------------------------
 
 

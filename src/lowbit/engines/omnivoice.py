@@ -6,10 +6,8 @@ calls its own prompt, schedule and text code, so that the same seeds give the sa
 
 from __future__ import annotations
 
-import os
 import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -17,19 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.checkpoint import open_checkpoint
 from lowbit.engines.graphs import BUCKETS, Graphs, Slot
+from lowbit.engines.omnivoice_audio import post_process
 from lowbit.engines.omnivoice_batch import Batch, Item, draw, home_of, items_of
+from lowbit.engines.omnivoice_codec import decode
 from lowbit.engines.omnivoice_step import Board, Reveal, Score, Step
-from lowbit.engines.packed import Backbone, Precision, linears_of
-from lowbit.formats import detect, quantized_layers, read_layer
-from lowbit.models.api import sha256_of
-from lowbit.types import FormatError, QuantizedWeight
+from lowbit.engines.packed import Backbone, Precision
+from lowbit.engines.packed_weights import Weights, read_weights
+from lowbit.types import FormatError
 
-CHUNK_TOKENS = 8192
+CHUNK_TOKENS, CODEC_FRAMES = 8192, 1500
 _KEY = "_lowbit_engine"
 _ABSENT = object()
-Weights = str | os.PathLike[str] | Mapping[str, QuantizedWeight]
 
 
 def accelerate(
@@ -42,6 +39,8 @@ def accelerate(
     batch: int = 1,
     graphs: bool = True,
     chunk_tokens: int | None = None,
+    codec_frames: int | None = None,
+    trim: bool = True,
     score: Score | None = None,
     reveal: Reveal | None = None,
     progress: bool = False,
@@ -53,7 +52,8 @@ def accelerate(
     weights the dtype of the model, which changes no token. ``buckets``: packed tokens; None is 128 .. 2304 on CUDA and no
     padding without graphs. ``batch``: utterances in one graph; more run without one. ``chunk_tokens``: packed tokens at a time
     of a long text's chunks, which are decoded together; 0 leaves them one after the other; None is 8192 on CUDA and 0 on
-    a CPU. ``attention``, ``score``,
+    a CPU. ``codec_frames``: frames of several items or chunks that the codec decodes at a time, 0 one item after the other,
+    None 1500 on CUDA and 0 on a CPU. ``trim``: cut silence by our own code, to the same samples. ``attention``, ``score``,
     ``reveal`` replace a part (packed_attention.ATTENTIONS, omnivoice_step).
 
     The weights stay the model's own: siblings become views of one tensor in float precisions. One call at a time.
@@ -63,25 +63,28 @@ def accelerate(
         raise FormatError(f"model: found {type(model).__name__}, accepted is an OmniVoice (of the package omnivoice)")
     if _KEY in model.__dict__:
         raise FormatError("model: found accelerated already, accepted is to restore it first")
-    for name, value, least in (("batch", batch, 1), ("chunk_tokens", chunk_tokens or 0, 0)):
+    limits = (("batch", batch, 1), ("chunk_tokens", chunk_tokens or 0, 0), ("codec_frames", codec_frames or 0, 0))
+    for name, value, least in limits:
         if value < least:
             raise FormatError(f"{name}: found {value}, accepted is at least {least}")
     stack = model.llm
-    given = _weights(stack, weights)
+    given = read_weights(stack, weights)
     undo = ExitStack()
     try:
         backbone = Backbone(stack, precision, given, attention)
         undo.callback(backbone.close)
-        if chunk_tokens is None:
-            chunk_tokens = CHUNK_TOKENS if backbone.device.type == "cuda" else 0
-        engine = Engine(model, backbone, buckets, batch, graphs, chunk_tokens, score, reveal, progress, undo)
-        engine.patch()
+        step = Step(model, backbone, score, reveal)
+        engine = Engine(model, step, undo, buckets=buckets, batch=batch, graphs=graphs, progress=progress)
+        on_cuda = backbone.device.type == "cuda"
+        engine.chunk_tokens = CHUNK_TOKENS if chunk_tokens is None and on_cuda else chunk_tokens or 0
+        engine.codec_frames = CODEC_FRAMES if codec_frames is None and on_cuda else codec_frames or 0
+        engine.patch(trim)
     except BaseException as error:
         undo.close()
         if isinstance(error, torch.cuda.OutOfMemoryError):
-            free = torch.cuda.mem_get_info(linears_device(stack))[0] / 2**30
+            free = torch.cuda.mem_get_info(model.device)[0] / 2**30
             raise FormatError(
-                f"memory: found {free:.1f} GiB free on {linears_device(stack)} after a failed try, accepted is more: "
+                f"memory: found {free:.1f} GiB free on {model.device} after a failed try, accepted is more: "
                 "fewer or smaller buckets, or an integer precision"
             ) from error
         raise
@@ -111,18 +114,18 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        backbone: Backbone,
+        step: Step,
+        undo: ExitStack,
+        *,
         buckets: Sequence[int] | None,
         batch: int,
         graphs: bool,
-        chunk_tokens: int,
-        score: Score | None,
-        reveal: Reveal | None,
         progress: bool,
-        undo: ExitStack,
     ) -> None:
-        self.model, self.backbone, self.batch, self.chunk_tokens = model, backbone, batch, chunk_tokens
-        self.step = Step(model, backbone, score, reveal)
+        backbone = step.backbone
+        self.model, self.step, self.backbone, self.batch = model, step, backbone, batch
+        self.chunk_tokens = self.codec_frames = 0
+        self._ahead: list[tuple[Tensor, Any]] = []  # tokens that were just made, and their audio once one was asked for
         self._undo, self._lock = undo, threading.RLock()
         self._plain = buckets is None and (backbone.device.type != "cuda" or not graphs)
         self._waiting: list[list[Item]] | None = None  # groups of chunks, while a long text is taken apart
@@ -131,11 +134,15 @@ class Engine:
             watch=backbone.check, capture=graphs, progress=progress,
         )  # fmt: skip
 
-    def patch(self) -> None:
+    def patch(self, trim: bool) -> None:
         """Put the engine's methods before those of the model's class, on this instance alone."""
         methods: dict[str, Callable[..., Any]] = {"_generate_iterative": self._iterative}
         if self.chunk_tokens:
             methods["_generate_chunked"] = self._chunked
+        if self.codec_frames:
+            methods["_decode_and_post_process"] = self._audio
+        if trim:
+            methods["_post_process_audio"] = self._post_process
         for name, method in methods.items():
             self._set(name, MethodType(lambda _, *args, _call=method, **kwargs: _call(*args, **kwargs), self.model))
         self._set(_KEY, self)
@@ -181,7 +188,10 @@ class Engine:
             if self._waiting is not None and independent and config.class_temperature <= 0:
                 self._waiting.append(items)
                 return [_Later(len(self._waiting) - 1, i) for i in range(len(items))]
-            return self._decode([items], config, limit=None)
+            done = self._decode([items], config, limit=None)
+            if self.codec_frames:
+                self._ahead = [(tokens, None) for tokens in done]
+            return done
 
     @torch.inference_mode()
     def _chunked(self, task: Any, config: Any) -> list[list[Tensor]]:
@@ -197,6 +207,27 @@ class Engine:
             done = self._decode(groups, config, limit=self.chunk_tokens) if groups else []
             starts = [sum(len(g) for g in groups[:i]) for i in range(len(groups))]
             return [[done[starts[c.group] + c.at] if isinstance(c, _Later) else c for c in row] for row in chunks]
+
+    def _audio(self, tokens: Any, rms: float | None, gen_config: Any) -> Any:
+        """In the place of OmniVoice._decode_and_post_process: chunks of one text, or what was generated together, through
+        the codec at once."""
+        with self._lock:
+            codec, home = self.model.audio_tokenizer, home_of(self.model)
+            if isinstance(tokens, list):
+                wave = home.cross_fade_chunks(decode(codec, tokens, self.codec_frames), self.model.sampling_rate)
+            else:
+                if not any(tokens is known for known, _ in self._ahead):
+                    self._ahead = [(tokens, None)]
+                if self._ahead[0][1] is None:
+                    codes = [known for known, _ in self._ahead]
+                    self._ahead = list(zip(codes, decode(codec, codes, self.codec_frames), strict=True))
+                at = next(i for i, (known, _) in enumerate(self._ahead) if tokens is known)
+                wave = self._ahead.pop(at)[1]
+            return self.model._post_process_audio(wave, ref_rms=rms, gen_config=gen_config).squeeze(0)
+
+    def _post_process(self, generated_audio: Any, ref_rms: float | None, gen_config: Any) -> Any:
+        """In the place of OmniVoice._post_process_audio."""
+        return post_process(self.model, generated_audio, ref_rms, gen_config)
 
     def _decode(self, groups: Sequence[Sequence[Item]], config: Any, limit: int | None) -> list[Tensor]:
         """Tokens of all items; ``groups`` is the order in which they draw noise, ``limit`` packed tokens at a time."""
@@ -275,45 +306,3 @@ def _portions(items: Sequence[Item], limit: int | None) -> list[tuple[int, int]]
             begin, rows = i, 0
         rows += own
     return [*found, (begin, len(items))]
-
-
-# -- weights --------------------------------------------------------------------------------------------------------
-
-
-def linears_device(stack: Any) -> torch.device:
-    return next(iter(linears_of(stack).values())).weight.device
-
-
-def _weights(stack: Any, weights: Weights | None) -> dict[str, QuantizedWeight]:
-    """{"layers.0.self_attn.q_proj": weight} of a checkpoint or a mapping, whatever stands before "layers." in a name."""
-    if weights is None:
-        return {}
-    if isinstance(weights, Mapping):
-        return {_short(name): q for name, q in weights.items()}
-    checkpoint = open_checkpoint(weights)
-    settings = checkpoint.metadata or checkpoint.quantization or {}
-    kind = detect(settings, checkpoint)
-    if kind is None:
-        raise FormatError(
-            f"{os.fspath(weights)}: found no quantized linears, accepted is what `lowbit quantize` writes"
-        )
-    names = quantized_layers(checkpoint, kind, settings)
-    base = settings.get("base_sha256") if kind == "lowbit" else None
-    if base is None:
-        warnings.warn(
-            f"{os.fspath(weights)}: names no base weights, they were not compared with the model's", stacklevel=3
-        )
-    else:
-        linears = linears_of(stack)
-        have = {_short(name) for name in names}
-        found = sha256_of(linear.weight for name, linear in linears.items() if name in have)
-        if found != base:
-            raise FormatError(
-                f"{os.fspath(weights)}: base_sha256: found weights made from {base[:12]}…, accepted is {found[:12]}…, this "
-                "model's: quantize this model, or load the one that was quantized"
-            )
-    return {_short(name): read_layer(checkpoint, name, kind, settings) for name in names}
-
-
-def _short(name: str) -> str:
-    return name[name.index("layers.") :] if "layers." in name and "audio_tokenizer" not in name else name

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tiny_omnivoice as tiny
-from lowbit import omnivoice, reference
+from lowbit import omnivoice, ops_cuda, reference
 from lowbit.checkpoint import write_checkpoint
 from lowbit.engines import omnivoice_step as step
-from lowbit.engines import packed, packed_linears
+from lowbit.engines import packed_linears, packed_stack
 from lowbit.formats import lowbit as lowbit_format
 from lowbit.models.api import sha256_of
 from lowbit.types import FormatError
@@ -248,12 +248,12 @@ def test_another_kind_of_model_is_refused(model: Any) -> None:
 
 
 def test_a_chip_without_kernels_is_named(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowbit.engines import packed
+    from lowbit.engines import packed_stack
 
-    linears = packed.linears_of(model.llm)
-    monkeypatch.setattr(packed.ops_cuda, "refuses", lambda device: "Tesla T4 has compute capability 7.5")
+    linears = packed_stack.linears_of(model.llm)
+    monkeypatch.setattr(ops_cuda, "refuses", lambda device: "Tesla T4 has compute capability 7.5")
     with pytest.raises(FormatError, match="found 'w4a8', accepted here is 'fp32': Tesla T4 has compute capability 7.5"):
-        packed.resolve("w4a8", linears, {}, torch.device("cuda", 0))
+        packed_stack.resolve("w4a8", linears, {}, torch.device("cuda", 0))
 
 
 def test_nothing_to_say_and_nothing_heard_are_refused(model: Any) -> None:
@@ -306,7 +306,7 @@ def test_integers_change_the_logits_a_little(model: Any, precision: str, most: f
 
 def save(model: Any, folder: Path, prefix: str = "llm.", **changes: Any) -> Path:
     """A lowbit checkpoint of every linear of the stack."""
-    linears = {name: linear for name, linear in packed.linears_of(model.llm).items()}
+    linears = {name: linear for name, linear in packed_stack.linears_of(model.llm).items()}
     values = {prefix + name: packed_linears.nearest(linear, "w8a8") for name, linear in linears.items()}
     tensors = {key: t for name, q in values.items() for key, t in lowbit_format.write(q, name).items()}
     base = sha256_of(linear.weight for linear in linears.values())

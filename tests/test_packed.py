@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import reference
-from lowbit.engines.packed import Backbone, Spans, linears_of
-from lowbit.engines.packed_attention import ATTENTIONS, choose
-from lowbit.engines.packed_linears import SideBySide, fuse
+from lowbit import ops_cuda, reference
+from lowbit.engines import packed, packed_linears
+from lowbit.engines.packed import Backbone
+from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
+from lowbit.engines.packed_linears import SideBySide, TileProduct, fuse
+from lowbit.engines.packed_stack import linears_of
+from lowbit.layouts import mma_tiles
 from lowbit.quantize import rtn
 from lowbit.types import Activation, FormatError, LowRank, QuantizedWeight, Scheme
 
@@ -224,6 +227,72 @@ def test_siblings_that_differ_stay_apart_and_are_right(change: dict[str, Any], w
     want = torch.cat([reference.linear(x, q, activation if i < 2 else Activation(8, "group" if why == "activation" else "token"))
                       for i, q in enumerate(weights.values())], -1)  # fmt: skip
     assert reference.error(got, want) < 1e-3
+
+
+# -- the launches of a CUDA device, done by the reference --------------------------------------------------------------
+
+
+def quantize(x: Tensor, *, residual: Any, norm: Any, eps: float, smooth: Any, down: Any, hadamard: bool, silu: bool,
+             tile_order: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """ops_cuda.quantize, columns in plain order."""
+    assert down is None and x.is_contiguous() and (residual is None or residual.is_contiguous())
+    y = x.float()
+    if silu:
+        gate, up = y.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        residual.add_(y)
+        y = residual.float()
+    if norm is not None:
+        y = reference.rms_norm(y, norm, eps)
+    y = reference.inside(y, smooth, 64 if hadamard else 0)
+    codes, scales = reference.quantize_rows(y)
+    return codes, scales[:, 0], y.new_empty(0)
+
+
+def linear(codes: Tensor, scales: Tensor, low: Tensor, weight: Tensor, channel: Tensor, bias: Any, up: Any, n: int,
+           mode: int, dtype: torch.dtype, row: int) -> Tensor:  # fmt: skip
+    w, wide = mma_tiles.unpack(mma_tiles.Tiles(weight, channel, mode), n, codes.shape[1])
+    w = w.float() * reference.expand(wide, mma_tiles.GROUP if wide.shape[1] > 1 else codes.shape[1], codes.shape[1])
+    y = scales[:, None] * (codes.float() @ w.T)
+    return (y if bias is None else y + bias[:n]).to(dtype)
+
+
+def norm_rope(
+    qkv: Tensor, q_norm: Any, k_norm: Any, cosines: Tensor, sines: Tensor, heads: int, kv: int, eps: float
+) -> None:
+    assert qkv.is_contiguous() and cosines.shape == (len(qkv), 64)
+    parts = qkv.view(len(qkv), -1, 128)
+    parts[:, :heads] = reference.norm_rope(parts[:, :heads], q_norm, cosines, sines, eps)
+    parts[:, heads : heads + kv] = reference.norm_rope(parts[:, heads : heads + kv], k_norm, cosines, sines, eps)
+
+
+@pytest.mark.parametrize("precision", ["w8a8", "w4a8", {"*": "w8a8", "*.v_proj": "w4a8", "layers.1.mlp.*": "fp32"}])
+def test_the_launches_of_a_gpu_add_up_to_the_layer(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine launches and attention a layer, in this order; what they compute is what the CPU's kernels compute."""
+    model, x = stack(head_dim=128), inputs()
+    scheme = Scheme("w4a8", symmetric=True, activation=Activation(8, "token"))
+    weights = {name: packed_linears.nearest(one, "w8a8") for name, one in linears_of(model).items()}
+    rounded = {name: rtn(one.weight, scheme, "two-level") for name, one in linears_of(model).items()}
+    words = packed.resolve(precision, linears_of(model), {}, torch.device("cpu"))
+    weights = {name: rounded[name] if words[name] == "w4a8" else q for name, q in weights.items()}
+    want = run(Backbone(model, precision, weights), x)
+    calls: list[str] = []
+    for function in (quantize, linear, norm_rope):
+
+        def noted(*args: Any, _do: Any = function, **kwargs: Any) -> Any:
+            calls.append(_do.__name__)
+            return _do(*args, **kwargs)
+
+        monkeypatch.setattr(ops_cuda, function.__name__, noted)
+    monkeypatch.setattr(packed_linears, "integer_product", lambda q, word: TileProduct(q))
+    backbone = Backbone(model, precision, weights)
+    backbone.kernel_rope = True
+    got = run(backbone, x)
+    assert reference.error(got, want) < 2e-3
+    if isinstance(precision, str):
+        product = ["quantize", "linear"]
+        assert calls == [*product, "norm_rope", *product, *product, *product] * 2
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

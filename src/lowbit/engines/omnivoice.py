@@ -20,7 +20,8 @@ from lowbit.engines.omnivoice_audio import post_process
 from lowbit.engines.omnivoice_batch import Batch, Item, draw, home_of, items_of
 from lowbit.engines.omnivoice_codec import decode
 from lowbit.engines.omnivoice_step import Board, Reveal, Score, Step
-from lowbit.engines.packed import Backbone, Precision
+from lowbit.engines.packed import Backbone
+from lowbit.engines.packed_stack import Precision
 from lowbit.engines.packed_weights import Weights, read_weights
 from lowbit.types import FormatError
 

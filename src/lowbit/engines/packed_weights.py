@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowbit.checkpoint import open_checkpoint
-from lowbit.engines.packed import linears_of
+from lowbit.engines.packed_stack import linears_of
 from lowbit.formats import detect, quantized_layers, read_layer
 from lowbit.models.api import sha256_of
 from lowbit.types import FormatError, QuantizedWeight

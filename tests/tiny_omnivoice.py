@@ -57,7 +57,7 @@ def write(folder: Path, seed: int = 0, **sizes: int) -> Path:
             codebook_size=1024, codebook_dim=64, kernel_size=3, unit_kernel_size=3, channel_ratios=[1, 1], strides=[1, 1],
             block_dilations=[1, 1],
             acoustic_model_config=transformers.DacConfig(
-                encoder_hidden_size=8, decoder_hidden_size=64, hidden_size=32, downsampling_ratios=ratios,
+                encoder_hidden_size=8, decoder_hidden_size=32, hidden_size=16, downsampling_ratios=ratios,
                 upsampling_ratios=ratios, n_codebooks=9, codebook_size=1024, codebook_dim=8, sampling_rate=24000,
             ).to_dict(),
             semantic_model_config=transformers.HubertConfig(

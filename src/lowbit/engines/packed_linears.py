@@ -261,4 +261,5 @@ def _value(name: str, linear: nn.Linear, precision: str, weights: Mapping[str, Q
     if q.bits != INTEGERS[precision][0]:
         raise FormatError(f"{name}: found {q.bits}-bit codes, accepted with precision {precision!r} are "
                           f"{INTEGERS[precision][0]} bits")  # fmt: skip
+    q.check_values(name)
     return q.to(linear.weight.device)

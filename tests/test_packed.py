@@ -310,7 +310,10 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
         (dict(weights={"layers.7.mlp.up_proj": q}), "layers.7"),
         (dict(weights={"layers.1.mlp.down_proj": q}), r"layers\.1\.mlp\.down_proj: found shape \[64, 128\]"),
         (dict(weights={"layers.1.self_attn.k_proj": q}, precision="w8a8"), "4-bit codes"),
-        (dict(weights={"layers.1.self_attn.k_proj": q.with_(scales=q.scales * torch.nan)}), r"k_proj: scales: found NaN"),
+        (
+            dict(weights={"layers.1.self_attn.k_proj": q.with_(scales=q.scales * torch.nan)}),
+            r"k_proj: scales: found NaN",
+        ),
     ):
         with pytest.raises(FormatError, match=message):
             Backbone(model, **arguments)

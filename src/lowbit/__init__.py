@@ -36,6 +36,8 @@ __all__ = ["FormatError", "QuantLinear", "QuantizedWeight", "explain", "load", "
 
 
 def __getattr__(name: str) -> Any:
+    if name == "omnivoice":
+        return import_module("lowbit.omnivoice")
     if name not in _WHERE:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)

@@ -59,9 +59,21 @@ class FourBitLinear(Kept):
         self.keep(False, weight=rows.weight, scales=rows.scales, **_sides(q, 128))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.fused(x)
+
+    def fused(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        silu: bool = False,
+    ) -> Tensor:
+        """As ``DeviceLinear.fused``."""
         codes, groups, scales, low = ops_cuda.quantize4(
-            x, smooth=self.smooth, down=self.down, hadamard=self.hadamard, clip=self.clip
-        )
+            x, residual=residual, norm=norm, eps=eps, silu=silu, smooth=self.smooth, down=self.down,
+            hadamard=self.hadamard, clip=self.clip,
+        )  # fmt: skip
         y = ops_cuda.linear4(codes, groups, scales, low, self.weight, self.scales, self.bias, self.up, self.n, x.dtype)
         return y.reshape(*x.shape[:-1], self.n)
 
@@ -145,10 +157,23 @@ class DeviceLinear(Kept):
         self.keep(True, weight=tiles.weight, channel=tiles.channel, **_sides(q, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        few = x.numel() <= FEW * self.k and self.mode != mma_tiles.W8
+        return self.fused(x)
+
+    def fused(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        silu: bool = False,
+    ) -> Tensor:
+        """What stands before the layer goes into its quantizer: silu(gate) * up of x [..., 2K]; x added to ``residual``
+        [..., K], in place; RMS norm with ``norm`` float32 [K] and ``eps``."""
+        few = x.numel() // x.shape[-1] <= FEW and self.mode != mma_tiles.W8
         codes, scales, low = ops_cuda.quantize(
-            x, smooth=self.smooth, down=self.down, hadamard=self.hadamard, tile_order=not few
-        )
+            x, residual=residual, norm=norm, eps=eps, silu=silu, smooth=self.smooth, down=self.down,
+            hadamard=self.hadamard, tile_order=not few,
+        )  # fmt: skip
         # Rows whose bytes are no multiple of 16 cannot be addressed by the copy engine: float32 and a cast.
         dtype = x.dtype if self.n % 8 == 0 else torch.float32
         row = ops_cuda.GEMV if few else -1

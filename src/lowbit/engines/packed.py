@@ -1,0 +1,230 @@
+"""A Qwen3-shaped stack over a packed batch: segments one after the other, no padding, everyone in a segment sees everyone.
+
+    x [M, H] ─┬─ residual ────────────┬───────────────┬─── next layer
+              └ norm ─ qkv ─ norm_rope ─ attention ─ o ┴ norm ─ gate_up ─ silu·mul ─ down ┘
+
+Per layer that is four products, the norm and rotation of queries and keys, and attention (packed_attention.py). On a CUDA device with
+integer weights adding, norm, silu·mul and rounding are inside the products' quantizers (packed_linears.py): ten launches.
+Nothing in a forward waits for the device, so it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import ops_cuda
+from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
+from lowbit.engines.packed_linears import FLOATS, Norm, Product, product_of, unshare
+from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
+from lowbit.types import FormatError, QuantizedWeight
+
+
+class Rotation(NamedTuple):
+    """Angles of M packed rows: float32 [M, D / 2] each."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+class _Layer(NamedTuple):
+    input_norm: Norm
+    qkv: Product
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: Product
+    post_norm: Norm
+    gate_up: Product
+    down: Product
+    scale: float
+
+
+class Watch(NamedTuple):
+    """A tensor that the engine reads or has copied: where it is looked up, and what it was then."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    pointer: int
+    version: int | None  # None where writing into it is seen at once
+
+    def changed(self) -> bool:
+        now = self.holder[self.key]
+        return now.data_ptr() != self.pointer or (self.version is not None and _version(now) != self.version)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Backbone:
+    """The layers of ``stack`` (transformers' Qwen3Model, or one shaped like it) in some precision.
+
+    ``precision``: one of fp32, fp16, bf16 (the dtype of the model), w8a8, w4a8, w4a4 for every linear, or a mapping from
+    patterns of linear names ("layers.0.*", "*.down_proj") to them, of which the last that fits counts; None is the
+    weight's own where ``weights`` {"layers.0.self_attn.q_proj": QuantizedWeight} has one and the model's dtype elsewhere.
+    Weights that are not in ``weights`` are rounded to nearest. ``attention`` forces a row of ATTENTIONS.
+
+    Float weights of siblings become views of one tensor until ``close``; the stack itself stays usable throughout.
+    FormatError names the first thing that does not fit, before anything is changed.
+    """
+
+    def __init__(
+        self,
+        stack: Any,
+        precision: Precision = None,
+        weights: Mapping[str, QuantizedWeight] | None = None,
+        attention: str | None = None,
+    ) -> None:
+        linears = linears_of(stack)
+        config = stack.config
+        first = next(iter(linears.values())).weight
+        self.device, self.dtype = first.device, first.dtype
+        attn = stack.layers[0].self_attn
+        self.head_dim = int(attn.head_dim)
+        self.heads = linears["layers.0.self_attn.q_proj"].out_features // self.head_dim
+        self.kv_heads = linears["layers.0.self_attn.k_proj"].out_features // self.head_dim
+        self.hidden = int(first.shape[1])
+        weights = weights or {}
+        for name in weights:
+            if name not in linears:
+                raise FormatError(
+                    f"weights: found {name!r}, accepted are linears of the model (layers.0.self_attn.q_proj)"
+                )
+        precisions = resolve(precision, linears, weights, self.device)
+        self.attention = choose(self.device, self.dtype, self.head_dim, attention)
+        self.kernel_rope = self.device.type == "cuda" and self.head_dim == 128 and ops_cuda.refuses(self.device) is None
+        self.precisions = precisions
+        self.kinds: dict[str, str] = {}
+        self._undo = ExitStack()
+        self._rotary: Any = stack.rotary_emb
+        self._table: Rotation | None = None
+        self.layers: list[_Layer] = []
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                self.norm = _norm(stack.norm)
+                for index, block in enumerate(stack.layers[: config.num_hidden_layers]):
+                    self.layers.append(self._layer(index, block, linears, weights))
+            except BaseException:
+                self.close()
+                raise
+        self.watched = list(self._watch(stack, linears))
+
+    def close(self) -> None:
+        """Give siblings their own memory back, with what is in them now."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._undo.close()
+
+    def _layer(
+        self, index: int, block: Any, linears: Mapping[str, nn.Linear], weights: Mapping[str, QuantizedWeight]
+    ) -> _Layer:
+        made: dict[str, Product] = {}
+        for group, names in GROUPS.items():
+            members = {f"layers.{index}.{name}": linears[f"layers.{index}.{name}"] for name in names}
+            made[group], shared = product_of(members, self.precisions, weights)
+            self._undo.callback(unshare, shared)
+            self.kinds[f"layers.{index}.{group}"] = made[group].kind
+        attn = block.self_attn
+        q_norm, k_norm = (
+            None if getattr(attn, n, None) is None else _norm(getattr(attn, n)) for n in ("q_norm", "k_norm")
+        )
+        return _Layer(
+            _norm(block.input_layernorm), made["qkv"], q_norm, k_norm, made["o"], _norm(block.post_attention_layernorm),
+            made["gate_up"], made["down"], float(attn.scaling),
+        )  # fmt: skip
+
+    def _watch(self, stack: Any, linears: Mapping[str, nn.Linear]) -> Iterator[Watch]:
+        for name, module in stack.named_modules():
+            if name == "embed_tokens":
+                continue
+            for key, tensor in module._parameters.items():
+                if tensor is not None:
+                    live = self.precisions.get(name) in FLOATS and key == "weight"
+                    copied = (
+                        not live if name in linears else self.device.type == "cuda" and tensor.dtype != torch.float32
+                    )
+                    yield Watch(
+                        f"{name}.{key}",
+                        module._parameters,
+                        key,
+                        tensor.data_ptr(),
+                        _version(tensor) if copied else None,
+                    )
+
+    def check(self) -> None:
+        """FormatError where the stack's weights were replaced, moved, or written to after they were quantized."""
+        for row in self.watched:
+            if row.changed():
+                raise FormatError(
+                    f"{row.name}: found other weights than those that were accelerated, accepted are the same ones: "
+                    "restore the model and accelerate it again"
+                )
+
+    def angles(self, positions: Tensor) -> Rotation:
+        """Cosines and sines of positions int64 [M]; the table grows by itself."""
+        top = int(positions.max()) + 1 if positions.numel() else 1
+        if self._table is None or len(self._table[0]) < top:
+            with torch.inference_mode(False), torch.no_grad():
+                rows = torch.arange(max(2048, 1 << (top - 1).bit_length()), device=self.device)[None]
+                both = self._rotary(torch.empty(1, dtype=torch.float32, device=self.device), rows)
+                cosines, sines = (t[0, :, : self.head_dim // 2].float().contiguous() for t in both)
+                self._table = Rotation(cosines, sines)
+        there = positions.to(self.device)
+        return Rotation(self._table.cosines[there], self._table.sines[there])
+
+    def __call__(self, x: Tensor, rotation: Rotation, spans: Spans, rows: Tensor | None = None) -> Tensor:
+        """x [M, H] -> the stack's last hidden state [M, H], or of ``rows`` int64 [R] alone [R, H]. x stays as it is."""
+        stream, added = x.clone(), None
+        attend = ATTENTIONS[self.attention](spans)
+        rotate = self._rotate(rotation, x.dtype)
+        y = stream
+        for layer in self.layers:
+            qkv = layer.qkv(y, added, layer.input_norm)
+            q, k, v = rotate(qkv, layer)
+            y = layer.o(attend(q, k, v, layer.scale).flatten(1))
+            y = layer.gate_up(y, stream, layer.post_norm)
+            y = layer.down(y, silu=True)
+            added = stream
+        if rows is not None:
+            stream, y = stream[rows], y[rows]
+        return self.norm(stream if added is None else stream + y)
+
+    def _rotate(
+        self, rotation: Rotation, dtype: torch.dtype
+    ) -> Callable[[Tensor, _Layer], tuple[Tensor, Tensor, Tensor]]:
+        heads, kv, width = self.heads, self.kv_heads, self.head_dim
+        if not self.kernel_rope:
+            cosines, sines = (torch.cat([t, t], -1).to(dtype)[:, None] for t in rotation)
+
+        def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            parts = qkv.view(len(qkv), -1, width)
+            return parts[:, :heads], parts[:, heads : heads + kv], parts[:, heads + kv :]
+
+        def by_kernel(qkv: Tensor, layer: _Layer) -> tuple[Tensor, Tensor, Tensor]:
+            norms = [None if n is None else n.wide for n in (layer.q_norm, layer.k_norm)]
+            eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
+            ops_cuda.norm_rope(qkv, norms[0], norms[1], rotation.cosines, rotation.sines, heads, kv, eps)
+            return split(qkv)
+
+        def in_torch(qkv: Tensor, layer: _Layer) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = split(qkv)
+            q = q if layer.q_norm is None else layer.q_norm(q)
+            k = k if layer.k_norm is None else layer.k_norm(k)
+            return turned(q, cosines, sines), turned(k, cosines, sines), v
+
+        return by_kernel if self.kernel_rope else in_torch
+
+
+def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary position: columns i and i + D / 2 of x [M, heads, D] by angles [M, 1, D]."""
+    a, b = x.chunk(2, -1)
+    return x * cosines + torch.cat([-b, a], -1) * sines
+
+
+def _norm(module: Any) -> Norm:
+    weight = module.weight.detach()
+    return Norm(weight, weight.float(), float(module.variance_epsilon))

@@ -1,0 +1,265 @@
+"""The linears of a transformer layer as the packed engine runs them: siblings side by side, one product.
+
+Every product has one signature: ``product(x, residual=None, norm=None, silu=False)``. What comes before the product
+(silu(gate) * up; adding x to the residual stream, in place; RMS norm) is one launch with the quantizer where there is
+a kernel for it, and plain torch elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import ops_cuda
+from lowbit.cuda import DeviceLinear, FourBitLinear
+from lowbit.layouts import mma_tiles
+from lowbit.nn import QuantLinear
+from lowbit.quantize import rtn
+from lowbit.types import SCHEMES, Activation, FormatError, LowRank, QuantizedWeight, Scheme
+
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+INTEGERS = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}  # bits of the weight, of the activations
+PRECISIONS = (*FLOATS, *INTEGERS)
+
+
+class Norm(NamedTuple):
+    """An RMSNorm of the model: its weight in the model's dtype and in float32."""
+
+    weight: Tensor
+    wide: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """On the CPU in the very order of transformers' Qwen3RMSNorm; one fused launch on CUDA."""
+        if x.is_cuda:
+            return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Product(Protocol):
+    kind: str  # what `Backbone.explain` says
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
+    ) -> Tensor: ...
+
+
+def before(x: Tensor, residual: Tensor | None, norm: Norm | None, silu: bool) -> Tensor:
+    """What comes before a product, in torch."""
+    if silu:
+        gate, up = x.chunk(2, -1)
+        x = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        x = residual.add_(x)
+    return x if norm is None else norm(x)
+
+
+class FloatProduct:
+    """weight [N, K] in the model's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.kind = weight, bias, str(weight.dtype).removeprefix("torch.")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
+    ) -> Tensor:
+        return torch.nn.functional.linear(before(x, residual, norm, silu), self.weight, self.bias)
+
+
+class LayerProduct:
+    """A QuantLinear: every CPU tier, and on CUDA what the tiles do not take."""
+
+    def __init__(self, layer: QuantLinear) -> None:
+        self.layer = layer
+        kernel = "" if layer.choice is None else layer.choice.kernel.name
+        self.kind = f"{kernel} w{layer.bits}, activations {layer.activation or 'float'}"
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
+    ) -> Tensor:
+        return self.layer.compute(before(x, residual, norm, silu))
+
+
+class TileProduct:
+    """Two launches on CUDA: everything before the product with the quantizer, then the product. 8-bit activations."""
+
+    def __init__(self, q: QuantizedWeight) -> None:
+        self.layer = DeviceLinear(q)
+        self.kind = f"cuda_tiles w{q.bits}, activations int8 a row"
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
+    ) -> Tensor:
+        return self.layer.fused(
+            x, residual, None if norm is None else norm.wide, 0.0 if norm is None else norm.eps, silu
+        )
+
+
+class Int4Product:
+    """The same with 4-bit activations on INT4 tensor cores."""
+
+    def __init__(self, q: QuantizedWeight) -> None:
+        self.layer = FourBitLinear(q, 1.0 if q.activation is None else q.activation.clip)
+        self.kind = "cuda_int4 w4, activations int4 a group of 64"
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
+    ) -> Tensor:
+        return self.layer.fused(
+            x, residual, None if norm is None else norm.wide, 0.0 if norm is None else norm.eps, silu
+        )
+
+
+class SideBySide:
+    """Siblings that cannot be one weight: what comes before runs once, the outputs are laid side by side."""
+
+    def __init__(self, products: Sequence[Product], why: str) -> None:
+        self.products = list(products)
+        self.kind = f"{' | '.join(product.kind for product in products)} ({why})"
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
+    ) -> Tensor:
+        inside = before(x, residual, norm, silu)
+        return torch.cat([product(inside) for product in self.products], -1)
+
+
+# -- from weights ---------------------------------------------------------------------------------------------------
+
+
+def share(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor [ΣN, ...] of several parameters, which become views of it: no second copy, and what is written into them
+    counts at once. ``unshare`` gives each its own memory again."""
+    if len(parameters) == 1:
+        return parameters[0].data
+    joined = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return joined
+
+
+def unshare(parameters: Sequence[Tensor]) -> None:
+    if len(parameters) > 1:
+        for parameter in parameters:
+            parameter.data = parameter.data.clone()
+
+
+def fuse(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | str:
+    """Siblings that read one x as one weight over ΣN rows, exactly; or why that cannot be.
+
+    Low ranks with one ``down`` share it; others stand block by block: down [K, ΣR], up block-diagonal [ΣN, ΣR].
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    for field in ("k", "bits", "group_size", "hadamard", "activation", "symmetric"):
+        if any(getattr(q, field) != getattr(first, field) for q in weights):
+            return f"their {field} differs"
+    for field in ("smooth", "perm"):
+        values = [getattr(q, field) for q in weights]
+        same = all((v is None) == (values[0] is None) for v in values)
+        if not same or (values[0] is not None and not all(torch.equal(v, values[0]) for v in values)):
+            return f"their {field} differs"
+    scales, biases = [q.scales for q in weights], [q.bias for q in weights]
+    if len({s.dtype for s in scales}) > 1:
+        scales = [s.float() for s in scales]
+    zeros = [q.zeros for q in weights if q.zeros is not None]
+    bias = None
+    if any(b is not None for b in biases):
+        bias = torch.cat([q.scales.new_zeros(q.n) if q.bias is None else q.bias for q in weights])
+    return first.with_(
+        codes=torch.cat([q.codes for q in weights]),
+        scales=torch.cat(scales),
+        zeros=torch.cat(zeros) if zeros else None,
+        low_rank=_low_ranks(weights),
+        bias=bias,
+        notes=(),
+    )
+
+
+def _low_ranks(weights: Sequence[QuantizedWeight]) -> LowRank | None:
+    present = [(at, q.low_rank) for at, q in enumerate(weights) if q.low_rank is not None and q.low_rank.down.shape[1]]
+    if not present:
+        return None
+    first = present[0][1]
+    if len(present) == len(weights) and all(torch.equal(low.down, first.down) for _, low in present):
+        return LowRank(first.down, torch.cat([low.up for _, low in present]))
+    starts = torch.tensor([0, *(q.n for q in weights)]).cumsum(0).tolist()
+    rank = sum(low.down.shape[1] for _, low in present)
+    dtype = torch.float16 if all(low.up.dtype == torch.float16 for _, low in present) else torch.float32
+    up = torch.zeros(starts[-1], rank, dtype=dtype, device=first.up.device)
+    column = 0
+    for at, low in present:
+        width = low.up.shape[1]
+        up[starts[at] : starts[at + 1], column : column + width] = low.up.to(dtype)
+        column += width
+    return LowRank(torch.cat([low.down.to(dtype) for _, low in present], 1), up)
+
+
+def nearest(linear: nn.Linear, precision: str) -> QuantizedWeight:
+    """Round a live weight to nearest as its device wants it: on CUDA signed codes with two-level scales (w4) and one int8
+    scale a row of x; on the CPU groups of 64 with zero points, and one scale a group of x."""
+    bits, _ = INTEGERS[precision]
+    scheme: Scheme = SCHEMES["w8a8" if bits == 8 else "w4a8"]
+    weight = linear.weight.detach()
+    if bits == 4 and weight.is_cuda:
+        q = rtn(weight, Scheme("w4a8", symmetric=True, activation=Activation(8, "token")), "two-level")
+    else:
+        q = rtn(weight, scheme)
+    return q.with_(bias=None if linear.bias is None else linear.bias.detach())
+
+
+def integer_product(q: QuantizedWeight, precision: str) -> Product:
+    """The fastest product of a weight on its device in ``precision`` (w8a8, w4a8, w4a4).
+
+    w4a4 runs 4-bit activations where the chip multiplies 4-bit numbers by itself, and 8-bit ones elsewhere.
+    """
+    device = q.codes.device
+    if device.type == "cuda" and mma_tiles.refuses(q) is None:
+        four = INTEGERS[precision][1] == 4 and q.bits == 4 and q.k % 64 == 0 and ops_cuda.has_int4(device)
+        return Int4Product(q) if four else TileProduct(q)
+    return LayerProduct(QuantLinear.from_quantized(q))
+
+
+def product_of(
+    linears: Mapping[str, nn.Linear], precisions: Mapping[str, str], weights: Mapping[str, QuantizedWeight]
+) -> tuple[Product, list[Tensor]]:
+    """The product of sibling linears {name: linear}, each with a precision; and the parameters that now share memory."""
+    chosen = {precisions[name] for name in linears}
+    shared: list[Tensor] = []
+    if len(chosen) > 1:
+        parts = [product_of({name: linear}, precisions, weights)[0] for name, linear in linears.items()]
+        return SideBySide(parts, "their precision differs"), shared
+    precision = chosen.pop()
+    if precision in FLOATS:
+        biases = [linear.bias for linear in linears.values()]
+        if any(b is not None for b in biases):  # a copy: small, and of those that have none zeros
+            bias = torch.cat([one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias.detach()
+                              for one in linears.values()])  # fmt: skip
+        else:
+            bias = None
+        shared = [linear.weight for linear in linears.values()]
+        return FloatProduct(share(shared), bias), shared
+    values = [_value(name, linear, precision, weights) for name, linear in linears.items()]
+    joined = fuse(values)
+    if isinstance(joined, QuantizedWeight):
+        return integer_product(joined, precision), shared
+    return SideBySide([integer_product(q, precision) for q in values], joined), shared
+
+
+def _value(name: str, linear: nn.Linear, precision: str, weights: Mapping[str, QuantizedWeight]) -> QuantizedWeight:
+    q = weights.get(name)
+    if q is None:
+        return nearest(linear, precision)
+    if (q.n, q.k) != (linear.out_features, linear.in_features):
+        raise FormatError(f"{name}: found shape {[q.n, q.k]}, accepted is {[linear.out_features, linear.in_features]}")
+    if q.bits != INTEGERS[precision][0]:
+        raise FormatError(f"{name}: found {q.bits}-bit codes, accepted with precision {precision!r} are "
+                          f"{INTEGERS[precision][0]} bits")  # fmt: skip
+    q.check_values(name)
+    return q.to(linear.weight.device)

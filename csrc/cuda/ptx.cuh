@@ -48,6 +48,11 @@ LOWBIT_DEVICE void store_2d(const CUtensorMap* map, uint32_t from, int x, int y)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+LOWBIT_DEVICE void store_bulk(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 LOWBIT_DEVICE void store_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 LOWBIT_DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LOWBIT_DEVICE void prefetch(const CUtensorMap* m) {
@@ -130,6 +135,10 @@ LOWBIT_DEVICE uint32_t lds32(uint32_t a) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
+}
+LOWBIT_DEVICE void sts128(uint32_t a, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 LOWBIT_DEVICE float2 lds_float2(uint32_t a) {
   float2 v;

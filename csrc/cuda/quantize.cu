@@ -1,527 +1,356 @@
 // Rows of x -> int8, with what stands before and beside it, in one read of x:
 //
-//   load (+ residual, or gate * silu * up) -> * norm weight -> / smooth -> Hadamard -> amax -> int8 codes,
-//   and fp16 of the same values before rounding to integers -> . down (matrix instructions) -> sum -> low
+//   load (gate * silu, + residual) -> * norm weight -> / smooth -> Hadamard -> amax -> int8 codes, and fp16
+//   of the same values before rounding to integers -> . down (matrix instructions) -> fixed-order sum -> low
 //
-//          64 columns: a unit of 16 for each of 4 lanes        a CTA: 8 rows, a warp one block of 64 columns
-//        +------+------+------+------+                         (or `kUnits` blocks). Lane 4g + t has row g,
-//        so its 16 values
-//   row g|  t=0 |  t=1 |  t=2 |  t=3 |  x 8 rows = a warp      are the B operand of four matrix instructions
-//   as they
-//        +------+------+------+------+                         stand: no exchange through memory before down.
-//
-// Four strides of the Hadamard are inside a thread, two between four lanes. What does not depend on x (down,
-// the vectors) goes to shared memory before the previous grid has ended. The factor of an RMS norm changes no
-// code: it only multiplies the row's scale, so its sum is off the path.
-// A slice is the run of blocks that one chain of matrix instructions sums: a block up to K = 4096 and rank
-// 32, by K and rank alone. Slices are summed in order, so a row has the same bits whatever M, CTA or cluster
-// it is in. Columns may be shared by the CTAs of a cluster (sm_90); the first one writes scales and low.
-#include <algorithm>
-#include <cstdlib>
-
+// The factor of an RMS norm changes no code: it only multiplies the row's scale, so its sum is off the path.
+// A CTA takes up to 8 rows. A row belongs to `kThreads` neighbouring threads, a thread has units of 16
+// columns: four strides of the Hadamard are inside a thread, two between four lanes. Everything is asked for
+// before anything is used: down goes to shared memory meanwhile. Nothing depends on how many rows there are:
+// sums run over units, and over eight slices of the columns, in one order, so a row of a batch has the bits
+// of that row alone. Few rows, sm_90: a cluster of 8 CTAs a row, each with one slice of down; the first one
+// writes.
 #include "launch.cuh"
 #include "quantize_row.cuh"
 
 namespace lowbit::cuda {
 
-constexpr int kPartBytes = 64 << 10;  // of shared memory, at most, for the sums of slices
+constexpr int kSlices = 8;
 
-// How a launch shares the work. Most rows take kSimple: a slice is a block, a row one CTA, and nothing is
-// computed twice.
-enum Kind { kSimple, kShared, kLong };
-
-struct Shape {
-  int warps, split;   // of a CTA; CTAs that share a row's columns (a cluster)
-  int slice, slices;  // blocks of a slice; slices of a row
-  int staged, room;   // chunks of 16 ranks whose down is in shared memory; blocks of a CTA
-  // Shared memory: down | parts [chunk][slice][16 ranks][8 rows] | norm | smooth, 1 / smooth (of this CTA's
-  // columns) | sums of squares [block][8 rows] | maxima [8 rows], two mbarriers. The same places in every CTA
-  // of a cluster.
-  int parts, norm, smooth, sums, maxima, bytes;
-
-  void place(const QuantizeArgs& a, bool vectors) {
-    const int vector = vectors ? room * kBlock * 4 : 0;
-    parts = staged * room * 2048;
-    norm = parts + a.rank / 16 * slices * 512;
-    smooth = norm + (a.norm ? vector : 0);
-    sums = smooth + (a.smooth ? 2 * vector : 0);
-    maxima = sums + (a.norm ? a.kp / kBlock * kRows * 4 : 0);
-    bytes = maxima + kRows * 4 + 16;
+struct Whole {  // 16 columns as they lie in memory; fp16 and bf16 use the first half
+  uint4 q[4];
+};
+LOWBIT_DEVICE void fetch(Whole& r, const void* x, size_t at, Dtype dtype) {
+  if (dtype == Dtype::kFloat32) {
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(x) + at);
+#pragma unroll
+    for (int i = 0; i < 4; i++) r.q[i] = p[i];
+  } else {
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + at);
+    r.q[0] = p[0], r.q[1] = p[1];
   }
+}
+LOWBIT_DEVICE float2 widen(uint32_t w, bool bf16) {
+  return bf16 ? make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)) : half2_float2(w);
+}
+LOWBIT_DEVICE void to_floats(float (&v)[kUnit], const Whole& r, Dtype dtype) {
+  const uint32_t* w = reinterpret_cast<const uint32_t*>(r.q);
+  if (dtype == Dtype::kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kUnit; i++) v[i] = __uint_as_float(w[i]);
+  } else {
+    const bool bf16 = dtype == Dtype::kBfloat16;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float2 f = widen(w[i], bf16);
+      v[2 * i] = f.x, v[2 * i + 1] = f.y;
+    }
+  }
+}
+
+// v += what was fetched, rounded to the dtype; the rounded sum goes back and is what goes on.
+LOWBIT_DEVICE void add_residual(float (&v)[kUnit], const Whole& r, void* residual, size_t at, Dtype dtype) {
+  float old[kUnit];
+  to_floats(old, r, dtype);
+#pragma unroll
+  for (int i = 0; i < kUnit; i++) v[i] += old[i];
+  if (dtype == Dtype::kFloat32) {
+    float4* p = reinterpret_cast<float4*>(static_cast<float*>(residual) + at);
+#pragma unroll
+    for (int i = 0; i < 4; i++) p[i] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    return;
+  }
+  const bool bf16 = dtype == Dtype::kBfloat16;
+  uint32_t w[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    w[i] = pack2(v[2 * i], v[2 * i + 1], bf16);
+    const float2 f = widen(w[i], bf16);
+    v[2 * i] = f.x, v[2 * i + 1] = f.y;
+  }
+  uint4* p = reinterpret_cast<uint4*>(static_cast<uint16_t*>(residual) + at);
+  p[0] = make_uint4(w[0], w[1], w[2], w[3]), p[1] = make_uint4(w[4], w[5], w[6], w[7]);
+}
+
+// Sum over the units of a row in one order, whatever the number of threads.
+LOWBIT_DEVICE float sum_units(const float* sums, int units, int lane) {
+  float s = 0.f;
+  for (int u = lane; u < units; u += 32) s += sums[u];
+#pragma unroll
+  for (int to = 16; to; to /= 2) s += __shfl_xor_sync(~0u, s, to);
+  return s;
+}
+
+struct Shape {       // of a launch
+  int rows;          // a CTA
+  int split;         // CTAs of a cluster that share the slices
+  int staged;        // chunks of 16 ranks whose down is in shared memory
+  bool reciprocals;  // of smooth are in shared memory too
 };
 
-struct Walk {  // over the blocks of a warp: slice by slice
-  int slice, j, block;
-};
+LOWBIT_DEVICE void stage16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ptx::shared(to)), "l"(from) : "memory");
+}
+// Matrix instructions for a row: 16 columns each, whole blocks of 64.
+__host__ __device__ inline int steps_of_row(const QuantizeArgs& a) { return (a.k + 63) / 64 * 4; }
+LOWBIT_DEVICE int slice_begin(const QuantizeArgs& a, int slice) { return steps_of_row(a) * slice / kSlices; }
 
-template <bool kWide, Kind kind>
-struct Quantizer {
-  const QuantizeArgs& a;
-  const Shape& shape;
-  uint8_t* memory;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  int rank = 0, first = 0, last;  // this CTA's slices
-  const int blocks, filled;       // of a row: of its codes; those with columns of x
-  int m;
-  const bool live, bf16;
+LOWBIT_DEVICE void stage_vector(float* to, const float* from, int k) {
+  for (int i = threadIdx.x; i < k / 4; i += blockDim.x) stage16(to + 4 * i, from + 4 * i);
+}
+// Asks for this CTA's slices of the staged chunks; they lie one behind the other.
+LOWBIT_DEVICE void stage_down(const QuantizeArgs& a, const Shape& shape, uint4* to, int rank) {
+  const int per = kSlices / shape.split, begin = slice_begin(a, rank * per),
+            steps = slice_begin(a, (rank + 1) * per) - begin;
+  const uint4* down = static_cast<const uint4*>(a.down);
+  for (int c = 0; c < shape.staged; c++)
+    for (int i = threadIdx.x; i < steps * 32; i += blockDim.x)
+      stage16(to + c * steps * 32 + i, down + ((size_t)c * steps_of_row(a) + begin) * 32 + i);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
-  __device__ __forceinline__ Quantizer(const QuantizeArgs& args, const Shape& s, uint8_t* shared)
-      : a(args),
-        shape(s),
-        memory(shared),
-        last(s.slices),
-        blocks(args.kp / kBlock),
-        filled((args.k + kBlock - 1) / kBlock),
-        m(row_group() * kRows + g),
-        live(m < args.m),
-        bf16(args.dtype == Dtype::kBfloat16) {
-    if (kind != kSimple && s.split > 1) {
-      rank = blockIdx.x % s.split;
-      first = s.slices * rank / s.split, last = s.slices * (rank + 1) / s.split;
-    }
-  }
-  __device__ __forceinline__ int row_group() const {
-    return kind != kSimple && shape.split > 1 ? blockIdx.x / shape.split : blockIdx.x;
-  }
-  __device__ __forceinline__ bool shares() const { return kind != kSimple && shape.split > 1; }
-  __device__ __forceinline__ float* floats(int at) const { return reinterpret_cast<float*>(memory + at); }
-  __device__ __forceinline__ uint32_t* maxima() const {
-    return reinterpret_cast<uint32_t*>(memory + shape.maxima);
-  }
-  __device__ __forceinline__ uint32_t barrier(int i) const {  // 0: norm and smooth are there; 1: down
-    return ptx::shared(memory + shape.maxima + kRows * 4 + 8 * i);
-  }
-  __device__ __forceinline__ int per_slice() const { return kind == kSimple ? 1 : shape.slice; }
-  __device__ __forceinline__ Walk start() const { return {first + warp, 0, (first + warp) * per_slice()}; }
-  __device__ __forceinline__ void next(Walk& w) const {
-    w.block++;
-    if (++w.j == per_slice()) w.j = 0, w.slice += shape.warps, w.block = w.slice * per_slice();
-  }
-  __device__ __forceinline__ bool has(const Walk& w) const {
-    return w.block < blocks && (kind == kSimple || w.slice < last);
-  }
-  __device__ __forceinline__ bool ends(const Walk& w) const {  // a slice
-    return kind == kSimple || w.j + 1 == shape.slice || w.block + 1 == blocks;
-  }
-  __device__ __forceinline__ int column(const Walk& w) const { return w.block * kBlock + t * kUnit; }
-
-  // Before the previous grid has ended: what does not depend on x. One thread asks, where the chip copies by
-  // itself.
-  __device__ __forceinline__ void stage() const {
-    const int begin = first * per_slice(), end = min(last * per_slice(), filled);
-    const int columns = min(last * per_slice() * kBlock, a.k) - begin * kBlock;
-    const float *norm = a.norm + begin * kBlock, *smooth = a.smooth + begin * kBlock;
-    const bool vectors = kind != kLong;
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
-      ptx::barrier_init(barrier(0), 1), ptx::barrier_init(barrier(1), 1);
-      ptx::barrier_fence();
-      const uint32_t bytes = columns * 4;
-      if (vectors && (a.norm || a.smooth))
-        ptx::expect(barrier(0), (a.norm ? bytes : 0) + (a.smooth ? 2 * bytes : 0));
-      if (vectors && a.norm) ptx::load_bulk(ptx::shared(floats(shape.norm)), norm, bytes, barrier(0));
-      if (vectors && a.smooth) {
-        ptx::load_bulk(ptx::shared(floats(shape.smooth)), smooth, bytes, barrier(0));
-        ptx::load_bulk(ptx::shared(floats(shape.smooth) + shape.room * kBlock), smooth + a.k, bytes,
-                       barrier(0));
-      }
-      if (shape.staged) ptx::expect(barrier(1), shape.staged * (end - begin) * 2048);
-      for (int c = 0; c < shape.staged; c++)
-        ptx::load_bulk(ptx::shared(memory + c * shape.room * 2048),
-                       static_cast<const uint4*>(a.down) + ((size_t)c * filled + begin) * 128,
-                       (end - begin) * 2048, barrier(1));
-    }
-#else
-    if (vectors) {
-      for (int i = threadIdx.x * 4; i < columns; i += blockDim.x * 4) {
-        if (a.norm) ptx::copy16(ptx::shared(floats(shape.norm) + i), norm + i);
-        if (!a.smooth) continue;
-        ptx::copy16(ptx::shared(floats(shape.smooth) + i), smooth + i);
-        ptx::copy16(ptx::shared(floats(shape.smooth) + shape.room * kBlock + i), smooth + a.k + i);
-      }
-    }
-    ptx::commit_copies();
-    for (int c = 0; c < shape.staged; c++)
-      for (int i = threadIdx.x; i < (end - begin) * 128; i += blockDim.x)
-        ptx::copy16(ptx::shared(memory + (c * shape.room * 128 + i) * 16),
-                    static_cast<const uint4*>(a.down) + ((size_t)c * filled + begin) * 128 + i);
-    ptx::commit_copies();
-#endif
-    if (threadIdx.x < kRows) maxima()[threadIdx.x] = 0;
-  }
-  // Norm and smooth are there, maxima are zero.
-  __device__ __forceinline__ void wait_vectors() const {
-#if __CUDA_ARCH__ >= 900
-    if (shares()) ptx::cluster_wait();
-    __syncthreads();
-    if (kind != kLong && (a.norm || a.smooth)) ptx::wait(barrier(0), 0);
-#else
-    ptx::wait_copies<1>();
-    __syncthreads();
-#endif
-  }
-  __device__ __forceinline__ void wait_down() const {  // on older chips before the CTA meets
-#if __CUDA_ARCH__ >= 900
-    if (shape.staged) ptx::wait(barrier(1), 0);
-#endif
-  }
-
-  __device__ __forceinline__ void load(Raw<kWide>& x, Raw<kWide>& other, const Walk& w, bool again) const {
-    if (!live || column(w) >= a.k) return;
-    const size_t at = (size_t)m * a.k + column(w);
-    if (again && a.residual) {
-      fetch(x, a.residual, at);
-      return;
-    }
-    const size_t from = a.silu ? at + (size_t)m * a.k : at;
-    fetch(x, a.x, from);
-    if (a.silu) fetch(other, a.x, from + a.k);
-    if (a.residual) fetch(other, a.residual, at);
-  }
-
-  // v: everything but the factors of the row and of the Hadamard. All lanes of a warp have the same block.
-  __device__ __forceinline__ void transform(float (&v)[kUnit], Raw<kWide>& x, const Raw<kWide>& other,
-                                            const Walk& w, bool again) const {
-    if (live && column(w) < a.k) {
-      if (a.residual && !again) {
-        add(x, other, bf16);
-        put(a.residual, (size_t)m * a.k + column(w), x);
-      }
-      to_floats(v, x, bf16);
-      if (a.silu) {
-        float up[kUnit];
-        to_floats(up, other, bf16);
-        gate(v, up);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kUnit; i++) v[i] = 0.f;
-    }
-    const int c = min(column(w), a.k - kUnit), here = c - first * per_slice() * kBlock;
-    if (a.norm) {
-      if (!again) {
-        float s = 0.f;
-#pragma unroll
-        for (int i = 0; i < kUnit; i++) s = fmaf(v[i], v[i], s);
-        s += __shfl_xor_sync(~0u, s, 1);
-        s += __shfl_xor_sync(~0u, s, 2);
-        if (t == 0) to_first(floats(shape.sums) + w.block * kRows + g, s);
-      }
-      multiply(v, kind == kLong ? a.norm + c : floats(shape.norm) + here);
-    }
-    if (a.smooth) {
-      if constexpr (kind == kLong)
-        divide(v, a.smooth + c, a.smooth + a.k + c);
-      else
-        divide(v, floats(shape.smooth) + here, floats(shape.smooth) + shape.room * kBlock + here);
-    }
-    if (a.hadamard) hadamard(v, lane);
-  }
-
-  // Into the memory of the cluster's first CTA, and of all of them.
-  __device__ __forceinline__ void to_first(float* at, float value) const {
-#if __CUDA_ARCH__ >= 900
-    if (shares()) {
-      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(at), 0)), "f"(value)
-                   : "memory");
-      return;
-    }
-#endif
-    *at = value;
-  }
-  __device__ __forceinline__ void offer_maximum(uint32_t most) const {
-    most = max(most, __shfl_xor_sync(~0u, most, 1));
-    most = max(most, __shfl_xor_sync(~0u, most, 2));
-    if (t) return;
-#if __CUDA_ARCH__ >= 900
-    if (shares()) {
-      for (int r = 0; r < shape.split; r++)
-        asm volatile("red.shared::cluster.max.u32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(maxima() + g), r)),
-                     "r"(most)
-                     : "memory");
-      return;
-    }
-#endif
-    atomicMax(maxima() + g, most);
-  }
-  __device__ __forceinline__ void meet() const {  // the CTAs that share a row
-#if __CUDA_ARCH__ >= 900
-    if (shares()) {
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-      return;
-    }
-#endif
-    __syncthreads();
-  }
-
-  // The factor of the RMS norm, sums of squares in one order whatever the launch.
-  __device__ __forceinline__ float norm_factor() const {
-    const float* sums = floats(shape.sums) + g;
-    float s = 0.f;
-    for (int b = t; b < filled; b += 4) s += sums[b * kRows];
-    s += __shfl_xor_sync(~0u, s, 1);
-    s += __shfl_xor_sync(~0u, s, 2);
-    return 1.f / sqrtf(s / a.k + a.eps);
-  }
-
-  struct Scale {
-    float eighth, amax, factor;
-    bool usable;
-  };
-  __device__ __forceinline__ Scale scale() const {
-    const uint32_t most = maxima()[g];
-    const float eighth = a.hadamard ? 0.125f : 1.f;
-    const float amax = __uint_as_float(most) * eighth;  // before the norm's factor
-    const bool usable = amax >= kTiny && most < 0x7F800000u;
-    return {eighth, amax, usable ? __fdiv_rn(127.f, amax) * eighth : 0.f, usable};
-  }
-
-  // Codes, and the same values in fp16 as the operands of four matrix instructions. NaN and Inf leave zeros.
-  __device__ __forceinline__ void finish(float (&v)[kUnit], uint32_t (&h)[8], const Scale& s, float norm,
-                                         const Walk& w) const {
-    if (a.four) store_four(a, v, rank == 0 ? m : a.m, column(w), s.eighth, norm);
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) v[i] *= s.factor;
-    if (!s.usable) {
-#pragma unroll
-      for (int i = 0; i < kUnit; i++) v[i] = 0.f;
-    }
-    if (live && !a.four) store_codes(v, a.codes + (size_t)m * a.kp, column(w), a.tile_order);
-#pragma unroll
-    for (int i = 0; i < 8; i++) h[i] = pack2(v[2 * i], v[2 * i + 1], false);
-  }
-
-  __device__ __forceinline__ void multiply_down(float (&acc)[4], const uint32_t (&h)[8], int chunk,
-                                                const Walk& w) const {
-    if (w.block >= filled) return;
-    const int mine = w.block - first * per_slice();
-    const uint4* from = static_cast<const uint4*>(a.down) + ((size_t)chunk * filled + w.block) * 128 + lane;
-    const uint32_t here = ptx::shared(memory) + ((chunk * shape.room + mine) * 128 + lane) * 16;
-    uint4 d[4];
-#pragma unroll
-    for (int s = 0; s < 4; s++)
-      d[s] = chunk < shape.staged ? ptx::lds128(here + s * 512) : __ldg(from + s * 32);
-#pragma unroll
-    for (int s = 0; s < 4; s++) ptx::mma_f16(acc, d[s], h[2 * s], h[2 * s + 1]);
-  }
-  __device__ __forceinline__ void store_part(const float (&acc)[4], int chunk, const Walk& w) const {
-    float* out = floats(shape.parts) + (chunk * shape.slices + w.slice) * 128 + g * 8 + 2 * t;
-    to_first(out, acc[0]), to_first(out + 1, acc[1]);
-    to_first(out + 64, acc[2]), to_first(out + 65, acc[3]);
-  }
-  __device__ __forceinline__ void store_scale(const Scale& s, float norm) const {
-    if (live && t == 0) a.scales[m] = s.amax < kTiny ? 0.f : __fdiv_rn(s.amax, 127.f) * norm;
-  }
-  // low of the rows: four threads a pair of ranks, each every fourth slice in order.
-  __device__ __forceinline__ void store_low() const {
-    const int chunks = a.rank / 16, eights = (a.m + 7) / 8, eight = row_group();
-    for (int i = threadIdx.x; i < chunks * 256; i += blockDim.x) {
-      const int part = i & 3, row = (i >> 2) & 7, pair = (i >> 5) & 7, chunk = i >> 8;
-      const float* p = floats(shape.parts) + chunk * shape.slices * 128 + pair * 16 + row;
-      float lo = 0.f, hi = 0.f;
+// low = downT v for the rows of the CTA: v in fp16 in shared memory, [rows][kp + 8]. Slice by slice of the
+// columns, then the slices in order. parts [chunk][slice][16 ranks][8 rows].
+LOWBIT_DEVICE void multiply_down(const QuantizeArgs& a, const Shape& shape, const uint4* staged,
+                                 const __half* v, float* parts, int first_row, int rank) {
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+            t = lane & 3;
+  const int chunks = a.rank / 16, stride = a.kp + 8, eights = (a.m + 7) / 8, per = kSlices / shape.split;
+  const int origin = slice_begin(a, rank * per), mine = slice_begin(a, (rank + 1) * per) - origin;
+  for (int task = warp; task < chunks * per; task += warps) {
+    const int chunk = task / per, slice = rank * per + task % per, begin = slice_begin(a, slice);
+    const int steps = slice_begin(a, slice + 1) - begin;
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    const __half* row = v + (g < shape.rows ? g : 0) * stride + 16 * t;
+    auto step = [&](const uint4& d, int s) {  // 16 of 64 columns: 4 of each 16
+      const int all = begin + s;
+      const uint2 b = *reinterpret_cast<const uint2*>(row + all / 4 * 64 + all % 4 * 4);
+      ptx::mma_f16(c, d, b.x, b.y);
+    };
+    if (chunk < shape.staged) {
+      const uint4* from = staged + (chunk * mine + begin - origin) * 32 + lane;
 #pragma unroll 4
-      for (int s = part; s < shape.slices; s += 4) lo += p[s * 128], hi += p[s * 128 + 8];
+      for (int s = 0; s < steps; s++) step(from[s * 32], s);
+    } else {
+      const uint4* from =
+          static_cast<const uint4*>(a.down) + ((size_t)chunk * steps_of_row(a) + begin) * 32 + lane;
+#pragma unroll 8
+      for (int s = 0; s < steps; s++) step(__ldg(from + s * 32), s);
+    }
+    float* out = parts + (chunk * kSlices + slice) * 128;
+    const int at[4] = {g * 8 + 2 * t, g * 8 + 2 * t + 1, (g + 8) * 8 + 2 * t, (g + 8) * 8 + 2 * t + 1};
 #pragma unroll
-      for (int to = 1; to < 4; to *= 2) {
-        lo += __shfl_xor_sync(~0u, lo, to);
-        hi += __shfl_xor_sync(~0u, hi, to);
+    for (int i = 0; i < 4; i++) {
+#if __CUDA_ARCH__ >= 900
+      if (shape.split > 1) {
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(ptx::in_cta(ptx::shared(out + at[i]), 0)),
+                     "f"(c[i])
+                     : "memory");
+        continue;
       }
-      if (part || eight * kRows + row >= a.m) continue;
-      static_cast<uint32_t*>(
-          a.low)[((size_t)(chunk * eights + eight) * 2 + pair / 4) * 32 + row * 4 + pair % 4] =
-          pack2(lo, hi, false);
+#endif
+      out[at[i]] = c[i];
     }
   }
-};
-
-template <int kUnits>
-constexpr int most_threads() {
-  return kUnits == 1 ? 1024 : kUnits == 2 ? 768 : 512;
-}
-
-template <bool kWide, Kind kind>
-__device__ __forceinline__ void begin(const Quantizer<kWide, kind>& q) {
-  q.stage();
 #if __CUDA_ARCH__ >= 900
-  if (q.shares()) ptx::cluster_arrive();  // behind the zeros of maxima
+  if (shape.split > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    if (rank) return;
+  }
 #endif
-  ptx::previous_grid();
-  ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
+  __syncthreads();
+  for (int i = threadIdx.x; i < chunks * 8 * shape.rows; i += blockDim.x) {  // a pair of ranks of a row
+    const int r = i % (chunks * 8) * 2, row = i / (chunks * 8), m = first_row + row;
+    if (m >= a.m) continue;
+    const float* p = parts + (r / 16) * kSlices * 128 + (r % 16) * 8 + row;
+    float lo = 0.f, hi = 0.f;
+#pragma unroll
+    for (int s = 0; s < kSlices; s++) lo += p[s * 128], hi += p[s * 128 + 8];
+    uint32_t* to = static_cast<uint32_t*>(a.low) + ((size_t)(r / 16) * eights + m / 8) * 64;
+    to[(r % 16) / 8 * 32 + (m % 8) * 4 + (r % 8) / 2] = pack2(lo, hi, false);
+  }
 }
 
-// Every block of a warp is in its registers at once.
-template <int kUnits, bool kWide, Kind kind>
-__global__ void __launch_bounds__(most_threads<kUnits>())
+// kUnits: units a thread. Shared memory: staged down | fp16 rows [rows][kp + 8] | parts | unit sums | maxima
+// a warp. With one unit a thread, 7 rows of 64 threads: two such CTAs fit the registers of a multiprocessor.
+constexpr int most_threads(int units) { return units == 1 ? 448 : 512; }
+
+template <int kUnits, int kThreads>
+__global__ void __launch_bounds__(most_threads(kUnits), kUnits == 1 ? 2 : 1)
     quantize_rows(const QuantizeArgs a, const Shape shape) {
   extern __shared__ uint4 raw_rows[];
-  const Quantizer<kWide, kind> q(a, shape, reinterpret_cast<uint8_t*>(raw_rows));
-  begin(q);
+  const int chunks = a.rank / 16, stride = a.kp + 8, units = a.k / kUnit, all_units = a.kp / kUnit;
+  const int rank = shape.split > 1 ? blockIdx.x % shape.split : 0, per = kSlices / shape.split;
+  uint4* staged = raw_rows;
+  // Slices differ by a step at most; every CTA takes the room of the largest, so that parts lie alike in a
+  // cluster.
+  const int room = (steps_of_row(a) * per + kSlices - 1) / kSlices + 1;
+  __half* halves = reinterpret_cast<__half*>(staged + shape.staged * room * 32);
+  float* parts = reinterpret_cast<float*>(halves + (chunks ? shape.rows * stride : 0));
+  float* norms = parts + chunks * kSlices * 128;
+  float* smooths = norms + (a.norm ? a.k : 0);
+  float* sums = smooths + (a.smooth ? (shape.reciprocals ? 2 : 1) * a.k : 0);
+  uint32_t* maxima = reinterpret_cast<uint32_t*>(sums + (a.norm ? shape.rows * units : 0));
+  const int row = threadIdx.x / kThreads, lane = threadIdx.x & 31, r = threadIdx.x % kThreads;
+  const int first_row = blockIdx.x / shape.split * shape.rows, m = first_row + row;
+  const bool live = m < a.m;
+#if __CUDA_ARCH__ >= 900
+  if (shape.split > 1) ptx::cluster_arrive();  // waited for before the first CTA's memory is written
+#endif
+  if (a.norm) stage_vector(norms, a.norm, a.k);
+  if (a.smooth) stage_vector(smooths, a.smooth, (shape.reciprocals ? 2 : 1) * a.k);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  if (chunks)
+    stage_down(a, shape, staged, rank);
+  else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  ptx::previous_grid();
+  ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
+
   float v[kUnits][kUnit];
-  constexpr int kTogether = kUnits == 4 || kWide ? 1 : kUnits;  // units whose loads are in flight together
-  uint32_t most = 0;
-  Walk w = q.start();
+  constexpr int kTogether = kUnits == 4 ? 1 : kUnits;  // units whose loads are in flight together: registers
+  const size_t first = (size_t)m * a.k * (a.silu ? 2 : 1), beside = a.silu ? first + a.k : (size_t)m * a.k;
+  const void* second = a.silu ? a.x : a.residual;
 #pragma unroll
   for (int u0 = 0; u0 < kUnits; u0 += kTogether) {
-    Raw<kWide> x[kTogether], other[kTogether];
-    Walk ahead = w;
+    Whole x[kTogether], other[kTogether];
 #pragma unroll
-    for (int u = 0; u < kTogether; u++, q.next(ahead))
-      if (q.has(ahead)) q.load(x[u], other[u], ahead, false);
-    if (u0 == 0) q.wait_vectors();
-#pragma unroll
-    for (int u = 0; u < kTogether; u++, q.next(w)) {
-      if (!q.has(w)) continue;
-      q.transform(v[u0 + u], x[u], other[u], w, false);
-      most = max(most, largest(v[u0 + u], a.hadamard));
+    for (int u = 0; u < kTogether; u++) {
+      const int unit = (u0 + u) * kThreads + r;
+      if (!live || unit >= units) continue;
+      fetch(x[u], a.x, first + unit * kUnit, a.dtype);
+      if (second) fetch(other[u], second, beside + unit * kUnit, a.dtype);
     }
-  }
-  q.offer_maximum(most);
-#if __CUDA_ARCH__ < 900
-  ptx::wait_copies<0>();
-#endif
-  q.meet();
-  const auto scale = q.scale();
-  const bool writes = q.rank == 0 && q.warp == shape.warps - 1;
-  const float norm = a.norm && (writes || a.four) ? q.norm_factor() : 1.f;
-  uint32_t h[kUnits][8];
-  w = q.start();
-#pragma unroll
-  for (int u = 0; u < kUnits; u++, q.next(w))
-    if (q.has(w)) q.finish(v[u], h[u], scale, norm, w);
-  if (writes) q.store_scale(scale, norm);
-  if (!a.rank) return;
-  q.wait_down();
-#pragma unroll 1
-  for (int chunk = 0; chunk < a.rank / 16; chunk++) {
-    float acc[4] = {0.f, 0.f, 0.f, 0.f};
-    w = q.start();
-#pragma unroll
-    for (int u = 0; u < kUnits; u++, q.next(w)) {
-      if (!q.has(w)) continue;
-      q.multiply_down(acc, h[u], chunk, w);
-      if (!q.ends(w)) continue;
-      q.store_part(acc, chunk, w);
-#pragma unroll
-      for (int i = 0; i < 4; i++) acc[i] = 0.f;
+    if (u0 == 0 && (a.norm || a.smooth)) {
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncthreads();
     }
-  }
-  q.meet();
-  if (q.rank == 0) q.store_low();
-}
-
-// Rows too long for that: the blocks are read and transformed once for the maximum and once more for the
-// codes, and again for every four chunks of ranks.
-template <bool kWide>
-__global__ void __launch_bounds__(512) quantize_long_rows(const QuantizeArgs a, const Shape shape) {
-  extern __shared__ uint4 raw_rows[];
-  const Quantizer<kWide, kLong> q(a, shape, reinterpret_cast<uint8_t*>(raw_rows));
-  begin(q);
-  q.wait_vectors();
-  float v[kUnit];
-  Raw<kWide> x, other;
-  uint32_t most = 0, h[8];
-  for (Walk w = q.start(); q.has(w); q.next(w)) {
-    q.load(x, other, w, false);
-    q.transform(v, x, other, w, false);
-    most = max(most, largest(v, a.hadamard));
-  }
-  q.offer_maximum(most);
-#if __CUDA_ARCH__ < 900
-  ptx::wait_copies<0>();
-#endif
-  q.meet();
-  const auto scale = q.scale();
-  const bool writes = q.rank == 0 && q.warp == shape.warps - 1;
-  const float norm = a.norm && (writes || a.four) ? q.norm_factor() : 1.f;
-  if (writes) q.store_scale(scale, norm);
-  q.wait_down();
-  const int chunks = a.rank / 16;
-  for (int chunk = 0; chunk == 0 || chunk < chunks; chunk += 4) {
-    float acc[4][4] = {};
-    for (Walk w = q.start(); q.has(w); q.next(w)) {
-      q.load(x, other, w, true);
-      q.transform(v, x, other, w, true);
-      q.finish(v, h, scale, norm, w);
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        if (chunk + c >= chunks) continue;
-        q.multiply_down(acc[c], h, chunk + c, w);
-        if (!q.ends(w)) continue;
-        q.store_part(acc[c], chunk + c, w);
+    for (int u = 0; u < kTogether; u++) {
+      const int unit = (u0 + u) * kThreads + r;
+      float (&w)[kUnit] = v[u0 + u];
+      if (!live || unit >= units) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) acc[c][i] = 0.f;
+        for (int i = 0; i < kUnit; i++) w[i] = 0.f;
+        continue;
+      }
+      to_floats(w, x[u], a.dtype);
+      if (a.silu) {
+        float up[kUnit];
+        to_floats(up, other[u], a.dtype);
+        gate(w, up);
+      }
+      if (!a.silu && a.residual)
+        add_residual(w, other[u], a.residual, (size_t)m * a.k + unit * kUnit, a.dtype);
+      if (a.norm) {
+        float s = 0.f;
+#pragma unroll
+        for (int i = 0; i < kUnit; i++) s = fmaf(w[i], w[i], s);
+        sums[row * units + unit] = s;
+        multiply(w, norms + unit * kUnit);
+      }
+      if (a.smooth) {
+        divide(w, smooths + unit * kUnit,
+               shape.reciprocals ? smooths + a.k + unit * kUnit : a.smooth + a.k + unit * kUnit);
       }
     }
   }
-  if (!a.rank) return;
-  q.meet();
-  if (q.rank == 0) q.store_low();
+  uint32_t most = 0;
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) {
+    if (a.hadamard) hadamard(v[u], lane);
+    most = max(most, largest(v[u], a.hadamard));
+  }
+  most = __reduce_max_sync(~0u, most);
+  constexpr int kWarps = kThreads / 32;
+  if (lane == 0) maxima[threadIdx.x / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; w++) most = max(most, maxima[row * kWarps + w]);
+  const float size = __uint_as_float(most), eighth = a.hadamard ? 0.125f : 1.f;
+  float norm = 1.f;
+  if (a.norm && (r < 32 || a.four))
+    norm = 1.f / sqrtf(sum_units(sums + row * units, units, lane) / a.k + a.eps);
+  const float amax = size * eighth;  // before the norm's factor
+  const bool usable = amax >= kTiny && most < 0x7F800000u;
+  const float factor = usable ? __fdiv_rn(127.f, amax) * eighth : 0.f;
+  if (live && r == 0 && rank == 0) a.scales[m] = amax < kTiny ? 0.f : __fdiv_rn(amax, 127.f) * norm;
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) {
+    const int unit = u * kThreads + r;
+    if (a.four) store_four(a, v[u], rank == 0 ? m : a.m, unit * kUnit, eighth, norm);
+    if (unit >= all_units) continue;
+#pragma unroll
+    for (int i = 0; i < kUnit; i++) v[u][i] = usable ? v[u][i] * factor : 0.f;
+    if (chunks) {
+      uint32_t h[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) h[i] = pack2(v[u][2 * i], v[u][2 * i + 1], false);
+      uint4* to = reinterpret_cast<uint4*>(halves + row * stride + unit * kUnit);
+      to[0] = make_uint4(h[0], h[1], h[2], h[3]), to[1] = make_uint4(h[4], h[5], h[6], h[7]);
+    }
+    if (live && rank == 0 && !a.four)
+      store_unit(v[u],
+                 a.codes + (size_t)m * a.kp + (a.tile_order ? unit / 4 * 64 + unit % 4 * 4 : unit * kUnit),
+                 a.tile_order);
+  }
+  if (!chunks) return;
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+  if (shape.split > 1) ptx::cluster_wait();
+#endif
+  __syncthreads();
+  multiply_down(a, shape, staged, halves, parts, first_row, rank);
 }
 
-struct Launch {
-  const QuantizeArgs& a;
-  Shape& shape;
-  const Device& device;
-  Stream stream;
-
-  const char* run(const void* kernel, bool vectors, bool (&allowed)[kMostDevices]) const {
-    Shape& s = shape;
-    s.room = (s.slices + s.split - 1) / s.split * s.slice, s.staged = 0;
-    s.place(a, vectors);
-    if (s.bytes > device.shared)
-      return "K: the vectors of a row and its low rank do not fit the shared memory";
-    while (s.staged < a.rank / 16) {
-      s.staged++, s.place(a, vectors);
-      if (s.bytes <= device.shared) continue;
-      s.staged--, s.place(a, vectors);
+template <int kUnits, int kThreads>
+static const char* launch(const QuantizeArgs& a, const Device& device, Stream stream) {
+  const void* kernel = reinterpret_cast<const void*>(quantize_rows<kUnits, kThreads>);
+  constexpr int kMost = most_threads(kUnits) / kThreads < kRows ? most_threads(kUnits) / kThreads : kRows;
+  Shape shape{(a.m + device.multiprocessors - 1) / device.multiprocessors, 1, 0};
+  if (shape.rows > kMost) shape.rows = kMost;
+  if (a.rank && a.m <= 16 && device.capability >= 90) shape.split = kSlices, shape.rows = 1;
+  const int room =
+      ((steps_of_row(a) * (kSlices / shape.split) + kSlices - 1) / kSlices + 1) * 512;  // bytes a chunk
+  const auto bytes = [&] {
+    return shape.staged * room + (a.rank ? shape.rows * (a.kp + 8) * 2 + a.rank / 16 * kSlices * 512 : 0) +
+           (a.norm ? (shape.rows * (a.k / kUnit) + a.k) * 4 : 0) +
+           (a.smooth ? a.k * (shape.reciprocals ? 8 : 4) : 0) + shape.rows * (kThreads / 32) * 4 + 16;
+  };
+  shape.reciprocals = true;
+  while (shape.rows > 1 && bytes() > device.shared) shape.rows--;
+  if (bytes() > device.shared) shape.reciprocals = false;
+  if (bytes() > device.shared) return "K: one row with its low rank does not fit the shared memory";
+  while (shape.staged < a.rank / 16) {
+    shape.staged++;
+    if (bytes() > device.shared) {
+      shape.staged--;
       break;
     }
-    if (const char* wrong = allow_shared(kernel, device.shared, device, allowed)) return wrong;
-    QuantizeArgs copy = a;
-    void* args[] = {&copy, &s};
-    return start(kernel, (a.m + kRows - 1) / kRows * s.split, s.warps * 32, s.bytes, s.split, device, stream,
-                 args);
   }
-  template <int kUnits, bool kWide, Kind kind>
-  const char* rows() const {
-    static bool allowed[kMostDevices];
-    return run(reinterpret_cast<const void*>(quantize_rows<kUnits, kWide, kind>), true, allowed);
-  }
-  template <int kUnits>
-  const char* rows() const {
-    const bool wide = a.dtype == Dtype::kFloat32, simple = shape.split == 1 && shape.slice == 1;
-    if (wide) return simple ? rows<kUnits, true, kSimple>() : rows<kUnits, true, kShared>();
-    return simple ? rows<kUnits, false, kSimple>() : rows<kUnits, false, kShared>();
-  }
-  template <bool kWide>
-  const char* long_rows() const {
-    static bool allowed[kMostDevices];
-    return run(reinterpret_cast<const void*>(quantize_long_rows<kWide>), false, allowed);
-  }
-};
+  static bool allowed[kMostDevices];
+  if (const char* wrong = allow_shared(kernel, device.shared, device, allowed)) return wrong;
+  QuantizeArgs copy = a;
+  void* args[] = {&copy, &shape};
+  return start(kernel, (a.m + shape.rows - 1) / shape.rows * shape.split, shape.rows * kThreads, bytes(),
+               shape.split, device, stream, args);
+}
 
-const char* launch_quantize(const QuantizeArgs& a, const Device& d, Stream stream) {
-  if (a.k > 32768) return "K: accepted is at most 32768";
-  Shape s{};
-  const int blocks = a.kp / kBlock, most = a.rank ? kPartBytes / (a.rank / 16 * 512) : blocks;
-  s.slice = (blocks + most - 1) / most, s.slices = (blocks + s.slice - 1) / s.slice, s.split = 1;
-  if (d.capability >= 90 && !a.four) {
-    // A row in one CTA unless it is too long for its registers, or few rows would leave most multiprocessors
-    // idle.
-    const bool few = (a.m + kRows - 1) / kRows * 8 <= d.multiprocessors;
-    if (blocks > 64 || (few && blocks > 32)) s.split = std::min({(blocks + 15) / 16, s.slices, 8});
-  }
-  const Launch launch{a, s, d, stream};
-  const int slices = (s.slices + s.split - 1) / s.split;
-  for (int units = 1; units <= 4; units *= 2) {
-    const int warps = units == 1 ? 32 : units == 2 ? 24 : 16, each = units / s.slice;
-    if (each == 0 || slices > warps * each) continue;
-    s.warps = (slices + each - 1) / each;
-    return units == 1 ? launch.rows<1>() : units == 2 ? launch.rows<2>() : launch.rows<4>();
-  }
-  s.warps = std::min(slices, 16);
-  return a.dtype == Dtype::kFloat32 ? launch.long_rows<true>() : launch.long_rows<false>();
+const char* launch_quantize(const QuantizeArgs& a, const Device& d, Stream s) {
+  const char* wrong = nullptr;
+  if (launch_quantize_short(a, d, s, &wrong)) return wrong;
+  const int units = (a.kp + kUnit - 1) / kUnit;
+  if (a.m <= 32 && units > 64 && units <= 256)
+    return launch<1, 256>(a, d, s);  // few rows: more threads for each
+  if (units <= 64) return launch<1, 64>(a, d, s);
+  if (units <= 128) return launch<2, 64>(a, d, s);
+  if (units <= 192) return launch<3, 64>(a, d, s);
+  if (units <= 256) return launch<4, 64>(a, d, s);
+  if (units <= 512) return launch<2, 256>(a, d, s);
+  if (units <= 1024) return launch<4, 256>(a, d, s);
+  if (units <= 2048) return launch<4, 512>(a, d, s);
+  return "K: accepted is at most 32768";
 }
 
 }  // namespace lowbit::cuda

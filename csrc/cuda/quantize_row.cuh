@@ -130,8 +130,8 @@ LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit], bool mixed) {
   return most;
 }
 
-// v is scaled to -127 .. 127; `row` is that of the codes, `column` the unit's first one.
-LOWBIT_DEVICE void store_codes(const float (&v)[kUnit], int8_t* row, int column, bool tile_order) {
+// v is scaled to -127 .. 127; `to`: the unit's 16 bytes in plain order, its first 4 in the order of tiles.
+LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_order) {
   uint32_t w[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -141,12 +141,11 @@ LOWBIT_DEVICE void store_codes(const float (&v)[kUnit], int8_t* row, int column,
     w[i] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
   }
   if (!tile_order) {
-    *reinterpret_cast<uint4*>(row + column) = make_uint4(w[0], w[1], w[2], w[3]);
+    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
     return;
   }
-  uint32_t* to = reinterpret_cast<uint32_t*>(row + (column & ~63)) + (column & 63) / 16;
 #pragma unroll
-  for (int i = 0; i < 4; i++) to[4 * i] = w[i];  // slots (s, r) = (i / 2, i % 2)
+  for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t*>(to)[4 * i] = w[i];  // slots (s, r) = (i / 2, i % 2)
 }
 
 // Codes of 4 bits, a scale per 64 columns (four lanes): sa = clip * amax / 7, q = clamp(rint(v / sa), -8, 7).

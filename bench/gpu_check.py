@@ -404,7 +404,9 @@ def small() -> None:
     w = torch.ones(1024, device=DEVICE)
     for m in (3, 70):
         x = torch.randn(m, 1024, device=DEVICE).half()
-        ops_cuda.quantize(x, residual=x.clone(), norm=w, smooth=tiles.pack_smooth(w), eps=1e-6, hadamard=True, down=down)
+        ops_cuda.quantize(
+            x, residual=x.clone(), norm=w, smooth=tiles.pack_smooth(w), eps=1e-6, hadamard=True, down=down
+        )
         codes, groups, scales, low = ops_cuda.quantize4(x, hadamard=True, down=down)
         rows = tiles.pack_rows(weight("w4grp", 200, 1024, exact=False))
         ops_cuda.linear4(codes, groups, scales, None, *rows, None, None, 200, torch.float16)

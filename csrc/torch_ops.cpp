@@ -315,6 +315,10 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
       "cuda_dequantize(Tensor codes, Tensor scales, Tensor? zeros, int k, int group_size, int bits, int out) "
       "-> Tensor");
   m.def("cuda_inverse_rms(Tensor x, float eps) -> Tensor");
+  m.def(
+      "cuda_guided_score(Tensor logits, Tensor guidance, Tensor penalty, Tensor temperature, Tensor noise, "
+      "Tensor valid, Tensor tokens, int mask_id) -> (Tensor, Tensor)");
+  m.def("cuda_reveal(Tensor(a!) tokens, Tensor pred, Tensor score, Tensor k) -> ()");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {
   m.impl("cpu_isas", TORCH_BOX(&cpu_isas));

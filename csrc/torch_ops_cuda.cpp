@@ -322,6 +322,62 @@ static void cuda_norm_rope(Tensor qkv, std::optional<Tensor> q_norm, std::option
   STD_TORCH_CHECK(!wrong, "cuda_norm_rope: ", wrong, " (rows=", m, " heads=", heads, ")");
 }
 
+// logits [2, B, T, C, V] -> token int64 and score float32, [B, C, T]; scores are -inf where tokens are not
+// mask_id or the frame is not valid.
+static std::tuple<Tensor, Tensor> cuda_guided_score(const Tensor& logits, const Tensor& guidance,
+                                                    const Tensor& penalty, const Tensor& temperature,
+                                                    const Tensor& noise, const Tensor& valid,
+                                                    const Tensor& tokens, int64_t mask_id) {
+  STD_TORCH_CHECK(on_gpu(logits) && logits.dim() == 5 && logits.size(0) == 2, "logits: found ", logits.dim(),
+                  " dimensions, accepted is a CUDA tensor [2, items, frames, books, classes]");
+  const DeviceGuard guard(logits.get_device_index());
+  const cuda::Device device = device_of(logits);
+  cuda::ScoreArgs a{};
+  const int64_t items = logits.size(1), frames = logits.size(2), books = logits.size(3);
+  const int64_t slots = items * frames * books, classes = logits.size(4);
+  STD_TORCH_CHECK(mask_id > 0 && mask_id <= classes, "mask_id: found ", mask_id, ", accepted are 1 .. ",
+                  classes, " (the classes)");
+  a.items = as_int(items, "items"), a.frames = as_int(frames, "frames"), a.books = as_int(books, "books");
+  a.classes = as_int(classes, "classes"), a.mask_id = static_cast<int>(mask_id);
+  as_int(slots, "slots");
+  a.dtype = dtype_of(logits, "logits");
+  a.logits = data_of(logits, "logits", logits, logits.scalar_type(), 2 * slots * classes);
+  const auto floats = [&](const Tensor& t, const char* name, int64_t size) {
+    return static_cast<const float*>(data_of(t, name, logits, ScalarType::Float, size, 4));
+  };
+  a.guidance = floats(guidance, "guidance", 1), a.temperature = floats(temperature, "temperature", 1);
+  a.penalty = floats(penalty, "penalty", books), a.noise = floats(noise, "noise", slots);
+  a.valid = static_cast<const bool*>(data_of(valid, "valid", logits, ScalarType::Bool, items * frames, 1));
+  a.tokens = static_cast<const int64_t*>(data_of(tokens, "tokens", logits, ScalarType::Long, slots, 8));
+  std::tuple<Tensor, Tensor> out{torch::stable::new_empty(logits, {items, books, frames}, ScalarType::Long),
+                                 torch::stable::new_empty(logits, {items, books, frames}, ScalarType::Float)};
+  if (slots == 0) return out;
+  a.pred = static_cast<int64_t*>(std::get<0>(out).mutable_data_ptr());
+  a.score = static_cast<float*>(std::get<1>(out).mutable_data_ptr());
+  const char* wrong = cuda::launch_guided_score(a, device, current_stream(logits.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_guided_score: ", wrong, " (slots=", slots, ")");
+  return out;
+}
+
+// In place: tokens [B, S] = pred at the k [B] slots of largest score of each row.
+static void cuda_reveal(Tensor tokens, const Tensor& pred, const Tensor& score, const Tensor& k) {
+  STD_TORCH_CHECK(on_gpu(tokens) && tokens.dim() == 2, "tokens: found ", tokens.dim(),
+                  " dimensions, accepted is a CUDA tensor [items, slots]");
+  const DeviceGuard guard(tokens.get_device_index());
+  const cuda::Device device = device_of(tokens);
+  cuda::RevealArgs a{};
+  const int64_t size = tokens.numel();
+  a.items = as_int(tokens.size(0), "items"), a.slots = as_int(tokens.size(1), "slots");
+  a.tokens =
+      static_cast<int64_t*>(const_cast<void*>(data_of(tokens, "tokens", tokens, ScalarType::Long, size, 8)));
+  a.pred = static_cast<const int64_t*>(data_of(pred, "pred", tokens, ScalarType::Long, size, 8));
+  a.score = static_cast<const float*>(data_of(score, "score", tokens, ScalarType::Float, size, 4));
+  a.k = static_cast<const int64_t*>(data_of(k, "k", tokens, ScalarType::Long, a.items, 8));
+  if (size == 0) return;
+  const char* wrong = cuda::launch_reveal(a, device, current_stream(tokens.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_reveal: ", wrong, " (items=", a.items, " slots=", a.slots, ")");
+}
+
 // codes uint8 [N, K / 2] (4 bits, element 2j low) or [N, K]; scales float32 [N, G], zeros uint8 [N, G] -> [N,
 // K].
 static Tensor cuda_dequantize(const Tensor& codes, const Tensor& scales, std::optional<Tensor> zeros,
@@ -384,4 +440,6 @@ LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, LOWBIT_KEY, m) {
   m.impl("cuda_norm_rope", TORCH_BOX(&cuda_norm_rope));
   m.impl("cuda_dequantize", TORCH_BOX(&cuda_dequantize));
   m.impl("cuda_inverse_rms", TORCH_BOX(&cuda_inverse_rms));
+  m.impl("cuda_guided_score", TORCH_BOX(&cuda_guided_score));
+  m.impl("cuda_reveal", TORCH_BOX(&cuda_reveal));
 }

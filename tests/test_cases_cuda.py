@@ -26,7 +26,7 @@ from lowbit.nn import QuantLinear
 from lowbit.types import FormatError, LowRank, QuantizedWeight
 
 ROOT = Path(__file__).parents[1]
-NAMES = "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms".split()
+NAMES = "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal".split()
 SPACE = "lowbit_cuda_stub"
 
 
@@ -112,11 +112,21 @@ GOOD: dict[str, dict[str, Any]] = {
         zeros=torch.zeros(3, 2, dtype=torch.uint8), k=80, group_size=40, bits=4, out=2,
     ),
     "inverse_rms": dict(x=half(5, 64), eps=1e-6),
+    "guided_score": dict(
+        logits=half(2, 3, 7, 2, 9), guidance=torch.ones(()), penalty=torch.ones(2, 1), temperature=torch.ones(()),
+        noise=torch.zeros(3, 2, 7), valid=torch.ones(3, 1, 7, dtype=torch.bool),
+        tokens=torch.zeros(3, 2, 7, dtype=torch.int64), mask_id=8,
+    ),
+    "reveal": dict(
+        tokens=torch.zeros(3, 14, dtype=torch.int64), pred=torch.zeros(3, 14, dtype=torch.int64),
+        score=torch.zeros(3, 14), k=torch.ones(3, dtype=torch.int64),
+    ),
 }  # fmt: skip
 GOOD["quantize4"] = {key: value for key, value in GOOD["quantize"].items() if key != "tile_order"} | {"clip": 1.0}
 REACHED = {
     "quantize": "quantize", "quantize4": "quantize", "linear": "gemm_sm90", "linear4": "gemm_int4",
     "norm_rope": "norm_rope", "dequantize": "dequantize", "inverse_rms": "inverse_rms",
+    "guided_score": "guided_score", "reveal": "reveal",
 }  # fmt: skip
 
 # (operator, what is changed, what the message says: the argument, and the value)
@@ -159,6 +169,16 @@ BAD: dict[str, Bad] = {
     "sines of a whole head": ("norm_rope", {"sines": torch.ones(5, 128)}, "sines: found 640 elements, .*320"),
     "q_norm of a whole row": ("norm_rope", {"q_norm": torch.ones(256)}, "q_norm: found 256 elements, .*128"),
     "3 heads on 2": ("norm_rope", {"heads": 3, "kv_heads": 2}, "heads: found 3 and 2"),
+    "logits of one condition": ("guided_score", {"logits": half(1, 3, 7, 2, 9)}, "logits: found 5 dim"),
+    "logits of four dimensions": ("guided_score", {"logits": half(2, 21, 2, 9)}, "logits: found 4 dim"),
+    "a mask beyond the classes": ("guided_score", {"mask_id": 10}, r"mask_id: found 10, accepted are 1 \.\. 9"),
+    "penalty of other books": ("guided_score", {"penalty": torch.ones(3)}, "penalty: found 3 elements, .*2"),
+    "noise of halves": ("guided_score", {"noise": half(3, 2, 7)}, "noise: found Half, accepted is Float"),
+    "valid of bytes": ("guided_score", {"valid": torch.ones(3, 7).byte()}, "valid: found Byte, accepted is Bool"),
+    "tokens of ints": ("guided_score", {"tokens": torch.zeros(3, 2, 7).int()}, "tokens: found Int, accepted is Long"),
+    "tokens of three dimensions": ("reveal", {"tokens": torch.zeros(3, 2, 7).long()}, "tokens: found 3 dim"),
+    "scores of fewer slots": ("reveal", {"score": torch.zeros(3, 13)}, "score: found 39 elements, .*42"),
+    "k of other items": ("reveal", {"k": torch.ones(2).long()}, "k: found 2 elements, .*3"),
     "no heads": ("norm_rope", {"heads": 0}, "heads: found 0"),
     "kv_heads below zero": ("norm_rope", {"kv_heads": -1}, "heads: found 2 and -1"),
     "codes of a flat weight": ("dequantize", {"codes": torch.zeros(120, dtype=torch.uint8)}, "codes: found 1 dim"),

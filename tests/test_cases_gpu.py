@@ -61,7 +61,14 @@ def arguments(name: str, m: int = 128) -> dict[str, Any]:
     ones = torch.ones(k, device=device)
     low = LowRank(torch.randn(k, 16, device=device) / 18, torch.randn(n, 16, device=device) / 8)
     before = dict(
-        x=x, residual=rows(m, k, seed=1), norm=ones, eps=1e-6, smooth=tiles.pack_smooth(ones + 0.5), rank=16, hadamard=True, silu=False
+        x=x,
+        residual=rows(m, k, seed=1),
+        norm=ones,
+        eps=1e-6,
+        smooth=tiles.pack_smooth(ones + 0.5),
+        rank=16,
+        hadamard=True,
+        silu=False,
     )
     if name == "quantize":
         return before | dict(down=tiles.pack_branch(low, n).down, tile_order=True)
@@ -96,11 +103,24 @@ def arguments(name: str, m: int = 128) -> dict[str, Any]:
         return dict(
             codes=codes, scales=torch.rand(m, 2, device=device), zeros=zeros, k=80, group_size=40, bits=4, out=0
         )
+    if name == "guided_score":
+        return dict(
+            logits=torch.randn(2, 2, m, 3, 65, device=device).half(), guidance=torch.tensor(2.0, device=device),
+            penalty=torch.rand(3, 1, device=device), temperature=torch.tensor(5.0, device=device),
+            noise=torch.rand(2, 3, m, device=device), valid=torch.rand(2, 1, m, device=device) < 0.9,
+            tokens=torch.randint(60, 65, (2, 3, m), device=device), mask_id=64,
+        )  # fmt: skip
+    if name == "reveal":
+        return dict(
+            tokens=torch.zeros(2, 3 * m, dtype=torch.int64, device=device),
+            pred=torch.randint(1, 9, (2, 3 * m), device=device), score=torch.randn(2, 3 * m, device=device),
+            k=torch.tensor([m, 1], device=device),
+        )  # fmt: skip
     assert name == "inverse_rms"
     return dict(x=x, eps=1e-6)
 
 
-NAMES = "quantize linear gemv quantize4 linear4 norm_rope dequantize inverse_rms".split()
+NAMES = "quantize linear gemv quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal".split()
 
 
 def op_of(name: str) -> Any:
@@ -109,8 +129,8 @@ def op_of(name: str) -> Any:
 
 def written(name: str, arguments: dict[str, Any], result: Any) -> list[Tensor]:
     """What a call gives, without the padding of rows that nobody reads."""
-    if name == "norm_rope":
-        return [arguments["qkv"]]
+    if name in ("norm_rope", "reveal"):
+        return [arguments["qkv" if name == "norm_rope" else "tokens"]]
     parts = list(result) if isinstance(result, tuple) else [result]
     if name.startswith("quantize"):
         m = len(parts[0])
@@ -191,7 +211,7 @@ def fenced(t: Tensor) -> tuple[Tensor, Tensor]:
 def test_inputs_are_read_only_and_their_surroundings_stay(name: str, m: int) -> None:
     given = arguments(name, m)
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor) and value.numel()}
-    changed = {"norm_rope": "qkv", "quantize": "residual", "quantize4": "residual"}.get(name)
+    changed = {"norm_rope": "qkv", "quantize": "residual", "quantize4": "residual", "reveal": "tokens"}.get(name)
     want = written(name, again := {k: v.clone() if k == changed else v for k, v in given.items()}, op_of(name)(**again))
     buffers = {key: fenced(value) for key, value in tensors.items()}
     before = {key: whole.clone() for key, (whole, _) in buffers.items()}
@@ -204,7 +224,7 @@ def test_inputs_are_read_only_and_their_surroundings_stay(name: str, m: int) -> 
         assert (key == changed) != torch.equal(whole, before[key]), key
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "norm_rope"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("norm_rope", "reveal")])
 @pytest.mark.parametrize("m", [5, 37])
 def test_outputs_are_written_whole_and_nothing_behind_them(name: str, m: int) -> None:
     """The allocator hands out the same addresses again; they are filled with a pattern between two calls."""

@@ -93,6 +93,29 @@ struct RopeArgs {
   Dtype dtype;
 };
 
+// Logits [2, items, frames, books, classes], conditional and unconditional -> token and score of every slot
+// [items, books, frames].
+struct ScoreArgs {
+  const void* logits;
+  const float *guidance, *temperature;  // [1]
+  const float* penalty;                 // [books]
+  const float* noise;                   // [items, books, frames]
+  const bool* valid;                    // [items, frames]
+  const int64_t* tokens;                // [items, books, frames]
+  int64_t* pred;
+  float* score;
+  int items, frames, books, classes, mask_id;
+  Dtype dtype;
+};
+
+// tokens [items, slots] = pred at the k[item] slots of largest score.
+struct RevealArgs {
+  int64_t* tokens;
+  const int64_t *pred, *k;
+  const float* score;
+  int items, slots;
+};
+
 constexpr int kMostDevices = 64;
 
 // One tile shape of the GEMM, as a row of the table.
@@ -112,6 +135,8 @@ const char* launch_gemm_int4(const Int4Args&, const Device&, Stream);
 const char* launch_norm_rope(const RopeArgs&, const Device&, Stream);
 const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype, const Device&,
                                Stream);
+const char* launch_guided_score(const ScoreArgs&, const Device&, Stream);
+const char* launch_reveal(const RevealArgs&, const Device&, Stream);
 const char* query_device(int index, Device*);  // cached, one entry a device
 
 }  // namespace lowbit::cuda

@@ -139,6 +139,52 @@ def _(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: i
     return codes.new_empty(codes.shape[0], k, dtype=ops.DTYPES[out])
 
 
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_guided_score")  # type: ignore[untyped-decorator]
+def _(
+    logits: Tensor,
+    guidance: Tensor,
+    penalty: Tensor,
+    temperature: Tensor,
+    noise: Tensor,
+    valid: Tensor,
+    tokens: Tensor,
+    mask_id: int,
+) -> tuple[Tensor, Tensor]:
+    _, b, t, c, _ = logits.shape
+    return logits.new_empty(b, c, t, dtype=torch.int64), logits.new_empty(b, c, t, dtype=torch.float32)
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_reveal")  # type: ignore[untyped-decorator]
+def _(tokens: Tensor, pred: Tensor, score: Tensor, k: Tensor) -> None:
+    return None
+
+
+def guided_score(
+    logits: Tensor,
+    guidance: Tensor,
+    penalty: Tensor,
+    temperature: Tensor,
+    noise: Tensor,
+    valid: Tensor,
+    tokens: Tensor,
+    mask_id: int,
+) -> tuple[Tensor, Tensor]:
+    """(token int64, score float32) [B, C, T] of logits [2, B, T, C, V], conditional and unconditional, in one launch.
+
+    z = c + guidance (c - u); the token is argmax z below ``mask_id``, the score max z - logsumexp z, less ``penalty`` [C],
+    over ``temperature``, plus ``noise`` [B, C, T]; -inf where the frame is not ``valid`` bool [B, T] or ``tokens`` int64
+    [B, C, T] is not mask_id. guidance and temperature are float32 tensors of one element.
+    """
+    pred, score = _OPS.cuda_guided_score.default(logits, guidance, penalty, temperature, noise, valid, tokens, mask_id)
+    return pred, score
+
+
+def reveal(tokens: Tensor, pred: Tensor, score: Tensor, k: Tensor) -> None:
+    """In place: tokens int64 [B, S] = pred at the ``k`` int64 [B] slots of largest score of each row, of equal ones the first;
+    never where the score is -inf. k is read on the device."""
+    _OPS.cuda_reveal.default(tokens, pred, score, k)
+
+
 def dequantize(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: int, bits: int, dtype: torch.dtype
 ) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import ops_cuda
 from lowbit.engines.packed import Backbone, Rotation
 from lowbit.engines.packed_attention import Spans
 
@@ -91,6 +92,8 @@ class Step:
         kind = backbone.device.type
         self.score = score_with or SCORES.get(kind, score)
         self.reveal = reveal_with or REVEALS.get(kind, reveal)
+        ours = score_with is None and reveal_with is None and kind == "cuda"
+        self.fused = ours and ops_cuda.refuses(backbone.device) is None  # both in a launch each, logits as they come
 
     def board(self, size: int, items: int, frames: int, segments: int) -> Board:
         """A Board that can be run as it is: one segment of ``size`` rows, nothing to reveal."""
@@ -116,6 +119,10 @@ class Step:
 
     def logits(self, b: Board) -> Tensor:
         """float32 [2, B, T, C, V] of the target rows."""
+        return self._logits(b).float()
+
+    def _logits(self, b: Board) -> Tensor:
+        """The same in the dtype of the heads."""
         embedded = self._embed(b.tokens + self._offsets[:, None]).sum(1)  # [B, T, H]
         x = b.x
         x.index_copy_(0, b.rows.flatten(), embedded.to(x.dtype).expand(2, -1, -1, -1).reshape(-1, x.shape[1]))
@@ -123,10 +130,16 @@ class Step:
         reads = b.rows.flatten().clamp(max=m - 1)
         hidden = self.backbone(x[:m], b.rotation, Spans(b.bounds, b.longest), reads)
         heads: Tensor = self._heads(hidden)
-        return heads.view(*b.rows.shape, self.books, -1).float()
+        return heads.view(*b.rows.shape, self.books, -1)
 
     def __call__(self, b: Board) -> None:
         """One step, in place on ``b.tokens``."""
+        if self.fused:
+            pred, best = ops_cuda.guided_score(
+                self._logits(b), b.guidance, b.penalty, b.temperature, b.noise, b.valid, b.tokens, self.mask_id
+            )
+            ops_cuda.reveal(b.tokens.flatten(1), pred.flatten(1), best.flatten(1), b.k)
+            return
         cond, uncond = self.logits(b)
         pred, best = self.score(cond, uncond, b.guidance, self.mask_id)
         best = best.transpose(1, 2) - b.penalty

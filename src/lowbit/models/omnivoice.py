@@ -162,7 +162,9 @@ def _lines(path: Path, text: str, base: Line) -> Iterator[Line]:
         if not (row.get("text") or "").strip():
             raise FormatError(f"{where}: text: found nothing, accepted is a text with something to say")
         seconds = row.get("duration")
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0):
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0
+        ):
             raise FormatError(f"{where}: duration: found {seconds!r}, accepted is a number of seconds above 0")
         yield base._replace(
             text=row["text"], where=where, duration=None if seconds is None else float(seconds),

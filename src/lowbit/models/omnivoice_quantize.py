@@ -1,7 +1,7 @@
 """Quantize the linears of OmniVoice's stack: calibrated on what they see while the model really decodes prompts.
 
-    prompts ─ stock generate ─► inputs of the stack at five steps of the loop, conditional and unconditional rows apart,
-    without padding ─► calibrate.quantize_model over ``model.llm.layers`` ─► a checkpoint of those linears alone
+prompts ─ stock generate ─► inputs of the stack at five steps of the loop, conditional and unconditional rows apart,
+without padding ─► calibrate.quantize_model over ``model.llm.layers`` ─► a checkpoint of those linears alone
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def quantize_omnivoice(
     base = sha256_of(linear.weight for linear in linears.values())
     with torch.inference_mode(False):
         quantized, report = quantize_model(
-            stack, chosen, method, inputs, blocks="layers", skip=skip, progress=progress,  # type: ignore[arg-type]
+            stack, chosen, method, inputs, blocks="layers", skip=skip, progress=progress,
             resume_dir=None if resume_dir is None else os.fspath(resume_dir), tokens=10**12, **options,
         )  # fmt: skip
     named = {f"llm.{name}": q for name, q in quantized.items()}

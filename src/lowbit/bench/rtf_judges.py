@@ -5,9 +5,7 @@ Every answer is a number or a few words on why there is none: random weights spe
 
 from __future__ import annotations
 
-import os
 import tempfile
-import wave
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ import torch
 
 from lowbit.bench.rtf_set import Sample
 from lowbit.models.omnivoice import RATE, read_reference
+from lowbit.models.speech import write_wav
 from lowbit.types import FormatError
 
 JUDGED = 16000  # Hz that the judges hear
@@ -111,20 +110,3 @@ def opinion(said: Sequence[Said]) -> Score:
     if not heard:
         return "nothing was said"
     return float(np.mean([dnsmos.run(x, JUDGED)["ovrl_mos"] for x in heard]))
-
-
-def write_wav(path: str | os.PathLike[str], audio: Any, rate: int = RATE) -> None:
-    """float32 [samples] as 16-bit PCM, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    with wave.open(str(partial), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(pcm(audio).tobytes())
-    partial.replace(path)
-
-
-def pcm(audio: Any) -> Any:
-    """float32 -> little-endian int16."""
-    return np.clip(np.rint(np.asarray(audio) * 32767.0), -32768, 32767).astype("<i2")

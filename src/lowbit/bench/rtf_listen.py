@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowbit.bench.rtf_judges import pcm, write_wav
 from lowbit.models.omnivoice import RATE
+from lowbit.models.speech import pcm, write_wav
 from lowbit.prove import report, svg
 
 WIDE, TALL = 300, 56  # of a picture, pixels
@@ -61,7 +61,7 @@ def encoded(audio: Any) -> tuple[str, str]:
         return "flac", base64.b64encode(buffer.getvalue()).decode()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.wav"
-        write_wav(path, audio)
+        write_wav(path, audio, RATE)
         return "wav", base64.b64encode(path.read_bytes()).decode()
 
 

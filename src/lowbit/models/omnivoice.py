@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,9 @@ class Line(NamedTuple):
 def package() -> Any:
     """The package omnivoice. FormatError where it is not installed, or not importable."""
     try:
-        import omnivoice
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # pydub misses ffmpeg, which nothing here asks for
+            import omnivoice
     except (ImportError, OSError) as error:  # torchaudio's own libraries need another build of torch
         told = " ".join(str(error).split())[:120]
         raise FormatError(f"omnivoice: found no package that can be imported ({told}), {INSTALL}") from error
@@ -64,7 +67,15 @@ def load_omnivoice(
     home = package()
     if dtype is None:
         dtype = torch.float16 if kind.type == "cuda" else torch.float32
-    return home.OmniVoice.from_pretrained(str(folder), device_map=str(device), dtype=dtype)
+    from transformers.utils import logging
+
+    quiet = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return home.OmniVoice.from_pretrained(str(folder), device_map=str(device), dtype=dtype)
+    finally:
+        if quiet:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def is_trained(model: Any) -> bool:
@@ -76,7 +87,7 @@ def is_trained(model: Any) -> bool:
 
 
 def read_reference(path: str | os.PathLike[str], where: str = "") -> tuple[Tensor, int]:
-    """(float32 [1, samples], rate) of a reference. FormatError for a file that cannot be read, is empty or silent."""
+    """(float32 [1, samples], rate) of a reference; the model resamples it where the rate is another than its own. FormatError for a file that cannot be read, is empty or silent."""
     name = f"{where}{': ' if where else ''}{os.fspath(path)}"
     try:
         samples, rate = read_wav(Path(path))

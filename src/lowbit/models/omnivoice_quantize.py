@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def quantize_omnivoice(
     inputs = None
     if lines is not None:
         if progress is True:
-            print(f"decoding {len(lines)} prompts in {steps} steps each", flush=True)
+            print(f"decoding {len(lines)} prompts in {steps} steps each", file=sys.stderr)
         inputs = decoding_inputs(model, lines, TOKENS if tokens is None else tokens, steps=steps)
     stack = model.llm
     linears = {n: m for block in find_blocks(stack, "layers", skip) for n, m in block.linears.items()}

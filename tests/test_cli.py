@@ -237,7 +237,9 @@ def test_bench_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(layers, "main", lambda argv: heard.append(list(argv)))
     assert main(["bench", "layers", "--shape", "64x64", "--json"]) == 0
     assert heard == [["--shape", "64x64", "--json"]]
-    assert "bench: found 'nothing', accepted are layers, peers, models, rtf, numbers" in fails(capsys, "bench", "nothing")
+    assert "bench: found 'nothing', accepted are layers, peers, models, rtf, numbers" in fails(
+        capsys, "bench", "nothing"
+    )
 
 
 @pytest.mark.parametrize(

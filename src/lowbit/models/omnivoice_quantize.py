@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,20 @@ def decoding_inputs(
         finally:
             hook.remove()
         budget = min(share, tokens - had) if number < len(lines) - 1 else tokens - had
-        for call in _spread(mine, budget):
+        for call in _spread(mine, budget, seed + number):
             found.append(call)
             had += call["inputs_embeds"].shape[1]
     return found
 
 
-def _spread(calls: list[dict[str, Tensor]], tokens: int) -> list[dict[str, Tensor]]:
-    """About ``tokens`` positions of a line's calls, of all its steps alike, at least one call."""
-    total = sum(call["inputs_embeds"].shape[1] for call in calls)
-    keep = max(1, min(len(calls), round(len(calls) * tokens / max(total, 1))))
-    return [calls[i * len(calls) // keep] for i in range(keep)]
+def _spread(calls: list[dict[str, Tensor]], tokens: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Calls of a line until ``tokens`` positions are had, drawn, so that every step and both kinds of rows are there."""
+    order = torch.randperm(len(calls), generator=torch.Generator().manual_seed(seed)).tolist()
+    for at in order:
+        yield calls[at]
+        tokens -= calls[at]["inputs_embeds"].shape[1]
+        if tokens <= 0:
+            return
 
 
 def quantize_omnivoice(

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import tiny_omnivoice as tiny
-from lowbit import omnivoice
+from lowbit import omnivoice, reference
 from lowbit.bench import rtf_quality
 from lowbit.bench.rtf_set import Sample
 from lowbit.checkpoint import open_checkpoint
 from lowbit.cli import main
+from lowbit.formats import quantized_layers, read_layer
+from lowbit.layouts import mma_tiles
 from lowbit.models.omnivoice import Line, load_omnivoice, read_lines, read_reference
 from lowbit.models.omnivoice_quantize import decoding_inputs, moments, quantize_omnivoice
 from lowbit.models.speech import read_wav, write_wav
@@ -209,6 +211,19 @@ def test_a_checkpoint_of_another_model_is_refused_and_other_options_too(
         assert main([*command, *more]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("w4a8", 8), ("w4a4", 4)])
+def test_what_is_written_by_default_is_what_tensor_cores_read(
+    place: Path, tmp_path: Path, scheme: str, bits: int
+) -> None:
+    quantize_omnivoice(place / "model", tmp_path, scheme, "rtn", progress=False)
+    checkpoint = open_checkpoint(tmp_path)
+    settings = checkpoint.metadata or {}
+    for name in quantized_layers(checkpoint, "lowbit", settings):
+        q = read_layer(checkpoint, name, "lowbit", settings)
+        assert mma_tiles.refuses(q) is None and reference.two_level(q.scales) is not None
+        assert q.activation is not None and q.activation.bits == bits
 
 
 def test_rounding_needs_no_prompts(place: Path, model: Any, tmp_path: Path) -> None:

@@ -39,8 +39,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument("--recipe", choices=RECIPES, help="svdquant: default, or iterative (as published)")
     one.add_argument("--no-hadamard", dest="hadamard", action="store_false", help="svdquant: leave out the rotation")
     one.add_argument(
-        "--scales", choices=SCALES, default="group",
-        help="two-level: an integer 1..15 times one scale a row, for INT8 tensor cores; channel: one scale a row",
+        "--scales", choices=SCALES,
+        help="group (default); two-level: an integer 1..15 times one scale a row, for INT8 tensor cores (default of an "
+        "OmniVoice with 4 bits); channel: one scale a row",
     )  # fmt: skip
     one.add_argument(
         "--override", action="append", default=[], metavar="NAME=A",
@@ -94,15 +95,15 @@ def quantize(args: argparse.Namespace) -> int:
         group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=args.skip or (),
         channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens, progress=sys.stderr.isatty(),
         rank=16 if args.rank is None else args.rank, recipe=args.recipe or "default", hadamard=args.hadamard,
-        scales=args.scales, overrides=dict(parse(text) for text in args.override), device=args.device,
+        overrides=dict(parse(text) for text in args.override), device=args.device,
     )  # fmt: skip
     if is_omnivoice(source):
         _only_for_text(args)
-        report = quantize_omnivoice(source, out, args.scheme, method, args.calibration, **shared)
+        report = quantize_omnivoice(source, out, args.scheme, method, args.calibration, scales=args.scales, **shared)
     else:
         report = quantize_directory(
             source, out, args.scheme, method, args.calibration, head=args.head, blocks=args.blocks, budget=args.budget,
-            dense_dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None, **shared,
+            scales=args.scales or "group", dense_dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None, **shared,
         )  # fmt: skip
     if not args.resume_dir:
         shutil.rmtree(resume, ignore_errors=True)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from lowbit.models.calibration_inputs import TOKENS
 from lowbit.models.load import local_directory
 from lowbit.models.omnivoice import Line, load_omnivoice, read_lines, voice_of
 from lowbit.models.report import Progress, Report
-from lowbit.quantize import METHODS
-from lowbit.types import FormatError, Scheme
+from lowbit.quantize import METHODS, Scales
+from lowbit.types import Activation, FormatError, Scheme
 
 LICENCE = (
     "Made from OmniVoice's weights, which are CC-BY-NC, behind a codec under the Higgs Audio 2 Community License: a "
@@ -105,6 +106,7 @@ def quantize_omnivoice(
     group_size: int | None = None,
     symmetric: bool | None = None,
     activation: str | None = None,
+    scales: Scales | None = None,
     skip: Sequence[str] = (),
     tokens: int | None = None,
     steps: int = STEPS,
@@ -117,10 +119,19 @@ def quantize_omnivoice(
 
     ``calibration``: a .jsonl of lines {"text", "ref_audio", "ref_text"} (text alone: the model picks a voice), a text
     file of one text a line, or Lines. The stock model decodes them in ``steps`` steps, in float32, and what its stack is
-    called with at the first, the last and three steps between is what the linears are measured on. ``options`` go to
-    ``calibrate.quantize_model``. FormatError before work for what does not fit.
+    called with at the first, the last and three steps between is what the linears are measured on. Where nothing else is
+    said, 4-bit weights are signed with two-level scales, and 8-bit activations have one scale a row: what the INT8 tensor
+    cores read, and every CPU too. ``options`` go to ``calibrate.quantize_model``. FormatError before work for what does
+    not fit.
     """
     chosen = resolve_scheme(scheme, group_size, symmetric, activation)
+    if chosen.bits == 4:
+        by_row = chosen.activation.bits == 8 and activation is None
+        chosen = replace(
+            chosen, symmetric=True if symmetric is None else symmetric,
+            activation=Activation(8, "token") if by_row else chosen.activation,
+        )  # fmt: skip
+        scales = scales or ("two-level" if chosen.symmetric and chosen.group_size != -1 else "group")
     if chosen.bits == 16:
         raise FormatError("--scheme: found fp16, accepted for an OmniVoice are w4a4, w4a8, w8a8 and w4a16")
     method = method or default_method(chosen)
@@ -140,6 +151,7 @@ def quantize_omnivoice(
     with torch.inference_mode(False):
         quantized, report = quantize_model(
             stack, chosen, method, inputs, blocks="layers", skip=skip, progress=progress,
+            scales=scales or "group",
             resume_dir=None if resume_dir is None else os.fspath(resume_dir), tokens=10**12, **options,
         )  # fmt: skip
     named = {f"llm.{name}": q for name, q in quantized.items()}

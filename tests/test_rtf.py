@@ -186,6 +186,8 @@ def test_steps_stand_beside_what_was_to_be_reached() -> None:
         {**facts, "engine": name, "ms": ms} for name, ms in (("packed-compile", 2.5), ("w4a8", 1.25), ("w8a8", 1.6))
     ]
     text = rtf_page.chapter(lines)
+    assert "| w4a8: layers over 685 rows | ≤ 1.5 ms | **1.25 ms** |" in text
+    assert "| w4a8: layers over 685 rows, over packed-compile | ≥ 1.6× | **2.00×** |" in text
     assert "| 685 = 435 + 250 | w4a8 | **1.250** (≤ 1.5) | | | 0.50 | 3 |" in text and "| w8a8 | 1.600 |" in text
 
 

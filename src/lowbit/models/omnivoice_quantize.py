@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lowbit.checkpoint import write_checkpoint
 from lowbit.formats import FORMATS, config_for, lowbit
@@ -45,7 +45,13 @@ def moments(steps: int) -> list[int]:
 
 @torch.inference_mode()
 def decoding_inputs(
-    model: Any, lines: Sequence[Line], tokens: int = TOKENS, *, steps: int = STEPS, seed: int = 0
+    model: Any,
+    lines: Sequence[Line],
+    tokens: int = TOKENS,
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
+    progress: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Calls of ``model.llm`` (inputs_embeds [1, M, H] and a mask of ones) from the decoding of lines, until ``tokens``
     positions are had. Rows of a padded batch come apart, each as long as it is."""
@@ -54,7 +60,7 @@ def decoding_inputs(
     wanted, found, had = moments(steps), list[dict[str, Tensor]](), 0
     share = max(1, -(-tokens // len(lines)))  # of one line, so that all voices are heard
 
-    for number, line in enumerate(lines):
+    for number, line in enumerate(tqdm(lines, desc="prompts", unit="prompt", disable=not progress, leave=False)):
         if had >= tokens:
             break
         seen, mine = 0, list[dict[str, Tensor]]()
@@ -142,9 +148,9 @@ def quantize_omnivoice(
     model = load_omnivoice(folder, device, torch.float32)
     inputs = None
     if lines is not None:
-        if progress is True:
-            print(f"decoding {len(lines)} prompts in {steps} steps each", file=sys.stderr)
-        inputs = decoding_inputs(model, lines, TOKENS if tokens is None else tokens, steps=steps)
+        inputs = decoding_inputs(
+            model, lines, TOKENS if tokens is None else tokens, steps=steps, progress=progress is True
+        )
     stack = model.llm
     linears = {n: m for block in find_blocks(stack, "layers", skip) for n, m in block.linears.items()}
     base = sha256_of(linear.weight for linear in linears.values())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import types
 import zlib
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,34 @@ def test_arguments_that_do_not_fit_are_one_line(arguments: list[str], message: s
         rtf.main(arguments)
 
 
+def test_a_replayed_forward_gets_what_the_loop_writes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logic of ``stock-graph`` on the CPU: a graph that only repeats what it captured, into the same memory."""
+    captures: list[int] = []
+
+    def captured(call: Any, pool: Any) -> tuple[Any, Any]:
+        out = call()
+        captures.append(1)
+
+        def replay() -> None:
+            out.logits.copy_(call().logits)
+
+        return types.SimpleNamespace(replay=replay), out
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(rtf_engines, "captured", captured)
+    cuda = SETTINGS._replace(device=torch.device("cuda"))
+    one = rtf_engines.ENGINES["stock-graph"].make(model, "stock-graph", cuda)
+    short, long = samples(most=2, cap=1.0)
+    prompts = voices(model, [short, long])
+    for sample, prompt in zip((short, long, short), (*prompts, prompts[0])):  # back to a shape that is known
+        found = []
+        for instance in (twin(model), one):
+            torch.manual_seed(1)
+            found.append(rtf_time.speak(instance, sample, prompt, {"num_step": 3}))
+        np.testing.assert_array_equal(*found)
+    assert len(captures) == 2
+
+
 # -- what is heard --------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +262,6 @@ def test_pictures_and_audio_of_the_listening_page_are_those_of_the_samples() -> 
 
 def test_judges_say_what_is_missing_or_give_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
-    import types
 
     said = [rtf_judges.Said(Sample("a", Line("Text.", language="en"), 1.0), np.full(2400, 0.1, np.float32))]
     for name in ("speechmos", "resemblyzer"):
@@ -258,18 +286,21 @@ def test_turns_begin_with_another_one_each_round() -> None:
 
 
 @pytest.mark.gpu
-def test_a_replayed_forward_of_stock_gives_the_tokens_of_stock() -> None:
+def test_a_replayed_forward_of_stock_gives_the_logits_of_stock() -> None:
     tiny.package()
     where = torch.device("cuda")
     model = random_model("tiny", where, torch.float16)
-    (sample,) = samples(most=1, cap=1.0)
-    prompt = voices(model, [sample])[0]
-    tokens = []
-    for name in ("stock", "stock-graph"):
-        one = rtf_engines.ENGINES[name].make(model, name, rtf_engines.Settings(where))
-        ear = rtf_time.Ear(one, lambda: torch.cuda.synchronize())
-        tokens += [rtf_time.take(ear, sample, prompt, {"num_step": 4}, 3, where).tokens for _ in range(2)]
-    assert all(torch.equal(a[0], tokens[0][0]) for a in tokens)
+    graph = rtf_engines.ENGINES["stock-graph"].make(model, "stock-graph", rtf_engines.Settings(where))
+    with torch.inference_mode():
+        for seed, length in ((0, 40), (1, 40), (2, 56)):
+            torch.manual_seed(seed)
+            inputs = dict(
+                input_ids=torch.randint(0, 1000, (2, 8, length), device=where),
+                audio_mask=torch.ones(2, length, dtype=torch.bool, device=where),
+                attention_mask=torch.ones(2, 1, length, length, dtype=torch.bool, device=where).tril(seed * 8),
+            )
+            want, got = model(**inputs).logits, graph(**inputs).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=4e-3)
 
 
 @pytest.mark.gpu

@@ -61,14 +61,7 @@ def arguments(name: str, m: int = 128) -> dict[str, Any]:
     ones = torch.ones(k, device=device)
     low = LowRank(torch.randn(k, 16, device=device) / 18, torch.randn(n, 16, device=device) / 8)
     before = dict(
-        x=x,
-        residual=rows(m, k, seed=1),
-        norm=ones,
-        eps=1e-6,
-        smooth=tiles.pack_smooth(ones + 0.5),
-        rank=16,
-        hadamard=True,
-        silu=False,
+        x=x, residual=rows(m, k, seed=1), norm=ones, eps=1e-6, smooth=tiles.pack_smooth(ones + 0.5), rank=16, hadamard=True, silu=False
     )
     if name == "quantize":
         return before | dict(down=tiles.pack_branch(low, n).down, tile_order=True)

@@ -144,10 +144,7 @@ def pack_branch(low_rank: LowRank, n: int, channels: int = CHANNELS) -> Branch:
         raise FormatError(
             "low_rank: found values beyond float16, accepted is at most 65504 once the factors are balanced"
         )
-    return Branch(
-        _operand(_by_steps(pad(down, (0, 0, 0, -len(down) % 64)).T)),
-        _operand(pad(up, (0, 0, 0, -n % channels)).T, transpose=True),
-    )
+    return Branch(_operand(_by_steps(pad(down, (0, 0, 0, -len(down) % 64)).T)), _operand(pad(up, (0, 0, 0, -n % channels)).T, transpose=True))
 
 
 def _by_steps(matrix: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lowbit.prove.compare import perplexity
 
 transformers = pytest.importorskip("transformers")
 TEXT = "The quick brown fox jumps over the lazy dog; it was not amused. " * 40
-COMMANDS = ("quantize", "convert", "inspect", "run", "eval", "explain", "profile", "roofline", "bench")
+COMMANDS = ("quantize", "convert", "inspect", "run", "eval", "explain", "profile", "roofline", "speak", "bench")
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,9 @@ def test_bench_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(layers, "main", lambda argv: heard.append(list(argv)))
     assert main(["bench", "layers", "--shape", "64x64", "--json"]) == 0
     assert heard == [["--shape", "64x64", "--json"]]
-    assert "bench: found 'nothing', accepted are layers, peers, models, numbers" in fails(capsys, "bench", "nothing")
+    assert "bench: found 'nothing', accepted are layers, peers, models, rtf, numbers" in fails(
+        capsys, "bench", "nothing"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench import accuracy, chart, cuda_figures, cuda_kernels, cuda_sweep, markdown, models, speech
+from lowbit.bench import accuracy, chart, cuda_figures, cuda_kernels, cuda_sweep, markdown, models, rtf_page, speech
 from lowbit.types import FormatError
 
 # What makes two lines parts of one run, and so of one table.
 RUN = ("bench", "chip", "torch", "lowbit", "commit", "date", "pages", "in_cache", "model", "source")
 HEAD = """# Numbers
 
-Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json`, `bench models --json` and
+Made by `lowbit bench numbers` from the JSON lines that `lowbit bench layers --json`, `bench models --json`, `bench rtf` and
 `bench/accuracy.py` wrote, and `bench/gpu_check.py` on GPUs (`make accuracy`). Speed comes first, CPUs before GPUs: each
 table of a CPU is one interleaved run on one machine, medians over the stated repeats or rounds. `x` is the time over that of the first row of its shape: above 1 is slower than ours.
 The error is the relative Frobenius distance to the float product on Gaussian x.
@@ -38,8 +38,8 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except json.JSONDecodeError as error:
                 raise FormatError(f"{path} line {number}: found no JSON ({error.msg})") from None
-            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, *OF_CUDA, "accuracy", "speech"):
-                accepted = "a line of bench layers, bench models, gpu_check, accuracy or speech"
+            if not isinstance(line, dict) or line.get("bench") not in (*KINDS, *OF_CUDA, "accuracy", "speech", "rtf"):
+                accepted = "a line of bench layers, bench models, bench rtf, gpu_check, accuracy or speech"
                 raise FormatError(f"{path} line {number}: found {text[:40]!r}, accepted is {accepted}")
             lines.append({**line, "source": Path(path).name})
     return lines
@@ -85,6 +85,8 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found = {_chart(kind, source): KINDS[kind](group) for (kind, source), group in groups.items()}
     for index, some in enumerate(accuracy.models(judged)):
         found |= {_accuracy(index, what): svg for what, svg in accuracy.drawings(some).items()}
+    for index, run in enumerate(rtf_page.runs([x for x in lines if x["bench"] == "rtf"])):
+        found |= rtf_page.drawings(run, index)
     return found
 
 
@@ -125,6 +127,11 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
     for index, some in enumerate(accuracy.models(judged)):
         addresses = {what: f"charts/{_accuracy(index, what)}" for what in accuracy.drawings(some)}
         parts.append(accuracy.chapter(some, addresses))
+    if cloned := [x for x in lines if x["bench"] == "rtf"]:
+        drawn_there = {
+            n: f"charts/{n}" for i, run in enumerate(rtf_page.runs(cloned)) for n in rtf_page.drawings(run, i)
+        }
+        parts.append(rtf_page.chapter(cloned, drawn_there))
     if heard := [x for x in lines if x["bench"] == "speech"]:
         parts.append(speech.chapter(heard))
     return "\n\n".join(parts) + "\n"

@@ -30,7 +30,8 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     one.add_argument(
         "--calibration", metavar="FILE",
-        help='text or JSONL file; for speech lines {"audio": WAV, "text": TRANSCRIPT} (all methods but rtn)',
+        help='text or JSONL file; for speech lines {"audio": WAV, "text": TRANSCRIPT}, for OmniVoice '
+        '{"text", "ref_audio", "ref_text"} (all methods but rtn)',
     )  # fmt: skip
     one.add_argument("--blocks", metavar="A,B", help="dotted paths of the lists of blocks (default: found by itself)")
     one.add_argument("--device", default="cpu", metavar="D", help="where blocks are quantized: cpu (default), cuda")
@@ -38,8 +39,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument("--recipe", choices=RECIPES, help="svdquant: default, or iterative (as published)")
     one.add_argument("--no-hadamard", dest="hadamard", action="store_false", help="svdquant: leave out the rotation")
     one.add_argument(
-        "--scales", choices=SCALES, default="group",
-        help="two-level: an integer 1..15 times one scale a row, for INT8 tensor cores; channel: one scale a row",
+        "--scales", choices=SCALES,
+        help="group (default); two-level: an integer 1..15 times one scale a row, for INT8 tensor cores (default of an "
+        "OmniVoice with 4 bits); channel: one scale a row",
     )  # fmt: skip
     one.add_argument(
         "--override", action="append", default=[], metavar="NAME=A",
@@ -77,6 +79,8 @@ def quantize(args: argparse.Namespace) -> int:
     from lowbit.models import api
     from lowbit.models.directory import quantize_directory
     from lowbit.models.load import local_directory
+    from lowbit.models.omnivoice import is_omnivoice
+    from lowbit.models.omnivoice_quantize import quantize_omnivoice
 
     source, out = local_directory(args.model), Path(args.out)
     _not_the_same(source, out)
@@ -87,14 +91,20 @@ def quantize(args: argparse.Namespace) -> int:
         raise FormatError("--calibration: found nothing, accepted is a text or JSONL file (or --method rtn)")
     resume = Path(args.resume_dir) if args.resume_dir else out.with_name(out.name + ".partial")
     args.after_stop = f"finished blocks are in {resume}, the same command resumes there"
-    report = quantize_directory(
-        source, out, args.scheme, method, args.calibration, group_size=args.group,
-        symmetric=args.symmetric, activation=args.activation, skip=args.skip or (),
-        head=args.head, blocks=args.blocks, channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens,
-        progress=sys.stderr.isatty(), rank=16 if args.rank is None else args.rank, recipe=args.recipe or "default",
-        hadamard=args.hadamard, scales=args.scales, overrides=dict(parse(text) for text in args.override), budget=args.budget,
-        dense_dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None, device=args.device,
+    shared: dict[str, Any] = dict(
+        group_size=args.group, symmetric=args.symmetric, activation=args.activation, skip=args.skip or (),
+        channel_scales=args.channel_scales, resume_dir=resume, tokens=args.tokens, progress=sys.stderr.isatty(),
+        rank=16 if args.rank is None else args.rank, recipe=args.recipe or "default", hadamard=args.hadamard,
+        overrides=dict(parse(text) for text in args.override), device=args.device,
     )  # fmt: skip
+    if is_omnivoice(source):
+        _only_for_text(args)
+        report = quantize_omnivoice(source, out, args.scheme, method, args.calibration, scales=args.scales, **shared)
+    else:
+        report = quantize_directory(
+            source, out, args.scheme, method, args.calibration, head=args.head, blocks=args.blocks, budget=args.budget,
+            scales=args.scales or "group", dense_dtype=getattr(torch, args.dense_dtype) if args.dense_dtype else None, **shared,
+        )  # fmt: skip
     if not args.resume_dir:
         shutil.rmtree(resume, ignore_errors=True)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -106,6 +116,19 @@ def quantize(args: argparse.Namespace) -> int:
         _show(report.budget)
     print(f"{len(report.rows)} linears in {report.seconds:.0f} s; wrote {out} ({megabytes(size)} MB)")
     return 0
+
+
+def _only_for_text(args: argparse.Namespace) -> None:
+    """An OmniVoice's checkpoint holds the linears of its stack alone, so there is nothing else to choose."""
+    given = {
+        "--budget": args.budget,
+        "--head": args.head or None,
+        "--blocks": args.blocks,
+        "--dense-dtype": args.dense_dtype,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise FormatError(f"{name}: found {value!r} with an OmniVoice, accepted is to leave it out")
 
 
 def _show(budget: Budget) -> None:

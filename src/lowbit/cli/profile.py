@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowbit.cli.show import as_json, loading, table
@@ -22,6 +23,13 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     one.add_argument("model", nargs="?", help="a causal language model, or a trace (.json, .json.gz) to read instead")
     one.add_argument("--omnivoice", metavar="DIR", help="generate speech with this model (package omnivoice)")
+    one.add_argument(
+        "--accelerate", metavar="PRECISION",
+        help="--omnivoice: profile lowbit's engine in this precision (model: its own dtype; w8a8, w4a8, w4a4)",
+    )  # fmt: skip
+    one.add_argument(
+        "--weights", metavar="DIR", help="--accelerate: a checkpoint that lowbit quantize made of the model"
+    )
     one.add_argument("--prompt", help="of a language model; default: 32 fixed tokens, without a tokenizer")
     one.add_argument("--tokens", type=int, metavar="N", help="to decode; a step is a token (16)")
     one.add_argument("--audio", type=float, metavar="S", help="seconds of speech (2)")
@@ -66,7 +74,7 @@ def _job(args: argparse.Namespace) -> Run:
     own = (
         {"--prompt": args.prompt, "--tokens": args.tokens}
         if args.omnivoice
-        else {"--audio": args.audio, "--steps": args.steps}
+        else {"--audio": args.audio, "--steps": args.steps, "--accelerate": args.accelerate, "--weights": args.weights}
     )
     for name, value in own.items():
         if value is not None:
@@ -76,12 +84,22 @@ def _job(args: argparse.Namespace) -> Run:
     if args.omnivoice:
         return profile_runs.omnivoice(
             args.omnivoice, audio=2.0 if args.audio is None else args.audio, steps=32 if args.steps is None else args.steps,
-            device=args.device, dtype=dtype,
+            device=args.device, dtype=dtype, prepare=_prepare(args),
         )  # fmt: skip
     return profile_runs.text(
         args.model, args.prompt, 16 if args.tokens is None else args.tokens, device=args.device, engine=args.engine,
         activation=args.activation, dtype=dtype,
     )  # fmt: skip
+
+
+def _prepare(args: argparse.Namespace) -> Callable[[Any], object] | None:
+    """What makes an engine of the model, None for the stock one."""
+    if args.accelerate is None and args.weights is None:
+        return None
+    from lowbit.omnivoice import accelerate
+
+    precision = None if args.accelerate in (None, "model") else args.accelerate
+    return lambda model: accelerate(model, args.weights, precision)
 
 
 def _print(found: Profile, what: str) -> None:

@@ -70,7 +70,7 @@ def _write(text: str) -> None:
     print(text, end="", flush=True)
 
 
-BENCHES = ("layers", "peers", "models", "numbers")
+BENCHES = ("layers", "peers", "models", "rtf", "numbers")
 
 
 def bench(args: argparse.Namespace) -> int:

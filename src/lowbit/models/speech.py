@@ -78,6 +78,23 @@ def read_wav(path: Path) -> tuple[Any, int]:
     return x.reshape(-1, channels).mean(1), rate
 
 
+def write_wav(path: str | os.PathLike[str], audio: Any, rate: int) -> None:
+    """float32 [samples] as 16-bit PCM, whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with wave.open(str(partial), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(pcm(audio).tobytes())
+    partial.replace(path)
+
+
+def pcm(audio: Any) -> Any:
+    """float32 -> little-endian int16."""
+    return np.clip(np.rint(np.asarray(audio) * 32767.0), -32768, 32767).astype("<i2")
+
+
 def read_lines(path: str | os.PathLike[str]) -> list[Line]:
     """Every line of a speech file. FormatError naming line and field for anything else, and for a file without lines."""
     path = Path(path)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowbit.models.omnivoice import RATE, made_up_voice
 from lowbit.types import FormatError
 
 TEXT = "Seven grey geese crossed the river before sunrise."
@@ -87,7 +88,7 @@ def omnivoice(
     model = OmniVoice.from_pretrained(str(path), device_map=device, dtype=dtype)
     if prepare is not None:
         prepare(model)
-    prompt = model.create_voice_clone_prompt((_reference(3.0), 24000), ref_text="The harbour was quiet.")
+    prompt = model.create_voice_clone_prompt((made_up_voice(3.0), RATE), ref_text="The harbour was quiet.")
 
     def call() -> object:
         torch.manual_seed(0)
@@ -100,12 +101,5 @@ def omnivoice(
             postprocess_output=False,
         )
 
-    return Run(call, steps, f"{audio:g} s of speech in {steps} steps, stock generate")
-
-
-def _reference(seconds: float) -> torch.Tensor:
-    """Float32 [1, samples] at 24 kHz: a voiced sound whose pitch and loudness wander, so that nothing trims it away."""
-    t = torch.arange(int(24000 * seconds), dtype=torch.float64) / 24000
-    phase = torch.cumsum(2 * torch.pi * (140 + 25 * torch.sin(9 * t)) / 24000, 0)
-    wave = sum(torch.sin(k * phase) / k for k in range(1, 9))
-    return (0.06 * wave * (0.6 + 0.4 * torch.sin(17 * t))).float()[None]
+    how = "stock generate" if prepare is None else "accelerated"
+    return Run(call, steps, f"{audio:g} s of speech in {steps} steps, {how}")

@@ -318,6 +318,7 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
   m.def(
       "cuda_guided_score(Tensor logits, Tensor guidance, Tensor penalty, Tensor temperature, Tensor noise, "
       "Tensor valid, Tensor tokens, int mask_id) -> (Tensor, Tensor)");
+  m.def("cuda_attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> Tensor");
   m.def("cuda_reveal(Tensor(a!) tokens, Tensor pred, Tensor score, Tensor k) -> ()");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {

@@ -359,6 +359,47 @@ static std::tuple<Tensor, Tensor> cuda_guided_score(const Tensor& logits, const 
   return out;
 }
 
+// q [M, H, 128], k and v [M, G, 128], views with heads side by side -> [M, H, 128]: attention inside the
+// segments bounds [S + 1].
+static Tensor cuda_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds,
+                             double scale) {
+  STD_TORCH_CHECK(on_gpu(q) && q.dim() == 3 && q.size(2) == 128, "q: found ", q.dim(),
+                  " dimensions, accepted is a CUDA tensor [M, heads, 128]");
+  const DeviceGuard guard(q.get_device_index());
+  const cuda::Device device = device_of(q);
+  cuda::AttentionArgs a{};
+  const int64_t m = q.size(0), heads = q.size(1);
+  a.dtype = dtype_of(q, "q");
+  STD_TORCH_CHECK(a.dtype != cuda::Dtype::kFloat32, "q: found Float, accepted are Half, BFloat16");
+  STD_TORCH_CHECK(k.dim() == 3 && k.size(1) > 0 && heads % k.size(1) == 0, "k: found ",
+                  k.dim() == 3 ? k.size(1) : 0, " heads, accepted are divisors of ", heads);
+  const auto view = [&](const Tensor& x, const char* name, int64_t count) {
+    STD_TORCH_CHECK(on_gpu(x) && x.get_device_index() == q.get_device_index(), name,
+                    ": found on another device than q");
+    STD_TORCH_CHECK(x.scalar_type() == q.scalar_type(), name, ": found another dtype than that of q");
+    STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == m && x.size(1) == count && x.size(2) == 128, name,
+                    ": found another shape than [", m, ", ", count, ", 128]");
+    STD_TORCH_CHECK(x.stride(2) == 1 && (count == 1 || x.stride(1) == 128) && x.stride(0) % 8 == 0, name,
+                    ": found strides that are not [a multiple of 8, 128, 1]");
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0, name,
+                    ": found data at an address that is no multiple of 16");
+    return x.const_data_ptr();
+  };
+  a.q = view(q, "q", heads), a.k = view(k, "k", k.size(1)), a.v = view(v, "v", k.size(1));
+  a.q_stride = q.stride(0), a.k_stride = k.stride(0), a.v_stride = v.stride(0);
+  STD_TORCH_CHECK(bounds.numel() >= 2, "bounds: found ", bounds.numel(),
+                  " elements, accepted are 2 and more");
+  a.bounds = static_cast<const int*>(data_of(bounds, "bounds", q, ScalarType::Int, bounds.numel(), 4));
+  a.m = as_int(m, "M"), a.heads = as_int(heads, "heads"), a.kv_heads = as_int(k.size(1), "heads");
+  a.segments = as_int(bounds.numel() - 1, "segments"), a.scale = static_cast<float>(scale);
+  Tensor y = torch::stable::new_empty(q, {m, heads, 128});
+  if (m == 0) return y;
+  a.y = y.mutable_data_ptr();
+  const char* wrong = cuda::launch_attention(a, device, current_stream(q.get_device_index()));
+  STD_TORCH_CHECK(!wrong, "cuda_attention: ", wrong, " (M=", m, " heads=", heads, ")");
+  return y;
+}
+
 // In place: tokens [B, S] = pred at the k [B] slots of largest score of each row.
 static void cuda_reveal(Tensor tokens, const Tensor& pred, const Tensor& score, const Tensor& k) {
   STD_TORCH_CHECK(on_gpu(tokens) && tokens.dim() == 2, "tokens: found ", tokens.dim(),
@@ -441,5 +482,6 @@ LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, LOWBIT_KEY, m) {
   m.impl("cuda_dequantize", TORCH_BOX(&cuda_dequantize));
   m.impl("cuda_inverse_rms", TORCH_BOX(&cuda_inverse_rms));
   m.impl("cuda_guided_score", TORCH_BOX(&cuda_guided_score));
+  m.impl("cuda_attention", TORCH_BOX(&cuda_attention));
   m.impl("cuda_reveal", TORCH_BOX(&cuda_reveal));
 }

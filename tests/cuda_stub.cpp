@@ -31,6 +31,7 @@ const char* launch_norm_rope(const RopeArgs&, const Device&, Stream) { return re
 const char* launch_inverse_rms(const void*, float*, int, int, float, Dtype, const Device&, Stream) {
   return reach("inverse_rms");
 }
+const char* launch_attention(const AttentionArgs&, const Device&, Stream) { return reach("attention"); }
 const char* launch_guided_score(const ScoreArgs&, const Device&, Stream) { return reach("guided_score"); }
 const char* launch_reveal(const RevealArgs&, const Device&, Stream) { return reach("reveal"); }
 const char* launch_dequantize(const DequantizeArgs&, const Device&, Stream) { return reach("dequantize"); }

@@ -26,7 +26,7 @@ from lowbit.nn import QuantLinear
 from lowbit.types import FormatError, LowRank, QuantizedWeight
 
 ROOT = Path(__file__).parents[1]
-NAMES = "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal".split()
+NAMES = "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal attention".split()
 SPACE = "lowbit_cuda_stub"
 
 
@@ -117,6 +117,9 @@ GOOD: dict[str, dict[str, Any]] = {
         noise=torch.zeros(3, 2, 7), valid=torch.ones(3, 1, 7, dtype=torch.bool),
         tokens=torch.zeros(3, 2, 7, dtype=torch.int64), mask_id=8,
     ),
+    "attention": dict(
+        q=half(5, 4, 128), k=half(5, 2, 128), v=half(5, 2, 128), bounds=torch.tensor([0, 5], dtype=torch.int32), scale=0.1,
+    ),
     "reveal": dict(
         tokens=torch.zeros(3, 14, dtype=torch.int64), pred=torch.zeros(3, 14, dtype=torch.int64),
         score=torch.zeros(3, 14), k=torch.ones(3, dtype=torch.int64),
@@ -126,7 +129,7 @@ GOOD["quantize4"] = {key: value for key, value in GOOD["quantize"].items() if ke
 REACHED = {
     "quantize": "quantize", "quantize4": "quantize", "linear": "gemm_sm90", "linear4": "gemm_int4",
     "norm_rope": "norm_rope", "dequantize": "dequantize", "inverse_rms": "inverse_rms",
-    "guided_score": "guided_score", "reveal": "reveal",
+    "guided_score": "guided_score", "reveal": "reveal", "attention": "attention",
 }  # fmt: skip
 
 # (operator, what is changed, what the message says: the argument, and the value)
@@ -169,6 +172,15 @@ BAD: dict[str, Bad] = {
     "sines of a whole head": ("norm_rope", {"sines": torch.ones(5, 128)}, "sines: found 640 elements, .*320"),
     "q_norm of a whole row": ("norm_rope", {"q_norm": torch.ones(256)}, "q_norm: found 256 elements, .*128"),
     "3 heads on 2": ("norm_rope", {"heads": 3, "kv_heads": 2}, "heads: found 3 and 2"),
+    "q of heads of 64": ("attention", {"q": half(5, 8, 64)}, "q: found 3 dim"),
+    "q of floats": ("attention", {"q": torch.zeros(5, 4, 128)}, "q: found Float"),
+    "k of 3 heads": ("attention", {"k": half(5, 3, 128)}, "k: found 3 heads"),
+    "v of other rows": ("attention", {"v": half(4, 2, 128)}, r"v: found another shape than \[5, 2, 128\]"),
+    "k of bfloat16": ("attention", {"k": half(5, 2, 128).bfloat16()}, "k: found another dtype"),
+    "v transposed": ("attention", {"v": half(2, 5, 128).transpose(0, 1)}, "v: found strides that are not"),
+    "q off by one": ("attention", {"q": off(5, 4, 128, dtype=torch.float16)}, "q: found data at an address"),
+    "bounds of longs": ("attention", {"bounds": torch.tensor([0, 5])}, "bounds: found Long, accepted is Int"),
+    "bounds of one": ("attention", {"bounds": torch.zeros(1, dtype=torch.int32)}, "bounds: found 1 elements"),
     "logits of one condition": ("guided_score", {"logits": half(1, 3, 7, 2, 9)}, "logits: found 5 dim"),
     "logits of four dimensions": ("guided_score", {"logits": half(2, 21, 2, 9)}, "logits: found 4 dim"),
     "a mask beyond the classes": ("guided_score", {"mask_id": 10}, r"mask_id: found 10, accepted are 1 \.\. 9"),

@@ -93,6 +93,18 @@ struct RopeArgs {
   Dtype dtype;
 };
 
+// y [m, heads, 128] = softmax(scale q k^T) v inside each segment of the m rows. Strides are those of rows, in
+// elements; the heads of a row lie side by side.
+struct AttentionArgs {
+  const void *q, *k, *v;  // [m, heads, 128], [m, kv_heads, 128] twice
+  const int* bounds;      // [segments + 1], 0 .. m
+  void* y;
+  int64_t q_stride, k_stride, v_stride;
+  int m, heads, kv_heads, segments;
+  float scale;
+  Dtype dtype;
+};
+
 // Logits [2, items, frames, books, classes], conditional and unconditional -> token and score of every slot
 // [items, books, frames].
 struct ScoreArgs {
@@ -136,6 +148,7 @@ const char* launch_norm_rope(const RopeArgs&, const Device&, Stream);
 const char* launch_inverse_rms(const void* x, float* out, int m, int k, float eps, Dtype, const Device&,
                                Stream);
 const char* launch_guided_score(const ScoreArgs&, const Device&, Stream);
+const char* launch_attention(const AttentionArgs&, const Device&, Stream);
 const char* launch_reveal(const RevealArgs&, const Device&, Stream);
 const char* query_device(int index, Device*);  // cached, one entry a device
 

@@ -39,9 +39,9 @@ const char* allow_shared(const void* kernel, int bytes, const Device& device, bo
 }
 
 const char* start(const void* kernel, int grid, int threads, int shared, int cluster, const Device& device,
-                  Stream stream, void** args) {
+                  Stream stream, void** args, int grid_y) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.gridDim = dim3(grid, grid_y), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
   config.stream = reinterpret_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2] = {};
   int n = 0;

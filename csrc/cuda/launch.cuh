@@ -14,6 +14,6 @@ const char* tensor_map(CUtensorMap*, const void* base, int element_bytes, uint64
 const char* allow_shared(const void* kernel, int bytes, const Device&, bool (&allowed)[kMostDevices]);
 // Programmatic dependent launch from sm_90 on; `cluster` CTAs a cluster.
 const char* start(const void* kernel, int grid, int threads, int shared, int cluster, const Device&, Stream,
-                  void** args);
+                  void** args, int grid_y = 1);
 
 }  // namespace lowbit::cuda

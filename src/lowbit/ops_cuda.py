@@ -154,6 +154,11 @@ def _(
     return logits.new_empty(b, c, t, dtype=torch.int64), logits.new_empty(b, c, t, dtype=torch.float32)
 
 
+@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_attention")  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_reveal")  # type: ignore[untyped-decorator]
 def _(tokens: Tensor, pred: Tensor, score: Tensor, k: Tensor) -> None:
     return None
@@ -177,6 +182,13 @@ def guided_score(
     """
     pred, score = _OPS.cuda_guided_score.default(logits, guidance, penalty, temperature, noise, valid, tokens, mask_id)
     return pred, score
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    """[M, H, 128] = softmax(scale q kᵀ) v inside each segment ``bounds`` int32 [S + 1] of the M rows, both ways; q [M, H, 128],
+    k and v [M, G, 128] float16 or bfloat16, views of rows whose heads lie side by side. Lengths are read on the device."""
+    y: Tensor = _OPS.cuda_attention.default(q, k, v, bounds, scale)
+    return y
 
 
 def reveal(tokens: Tensor, pred: Tensor, score: Tensor, k: Tensor) -> None:

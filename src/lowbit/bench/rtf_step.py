@@ -84,7 +84,7 @@ def _replayed(call: Call, device: torch.device) -> Call:
     if device.type != "cuda":
         return call
     graph, out = captured(call)
-    return lambda: (graph.replay(), out)
+    return lambda: (graph.replay(), out, call)  # the graph reads what the call holds
 
 
 def _packed_inputs(engine: Engine, m: int, size: int) -> tuple[Tensor, Any, Spans]:

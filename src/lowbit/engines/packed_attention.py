@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lowbit import ops_cuda
 from lowbit.types import FormatError
 
 try:
@@ -90,11 +91,24 @@ def _varlen(spans: Spans) -> Attend:
     return attend
 
 
-ATTENTIONS: dict[str, Callable[[Spans], Attend]] = {"segments": _segments, "masked": _masked, "varlen": _varlen}
+def _ours(spans: Spans) -> Attend:
+    """One launch of our own over the segments: CUDA, 16-bit floats, heads of 128, fit for a graph."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return ops_cuda.attention(q, k, v, spans.bounds, scale)
+
+    return attend
+
+
+ATTENTIONS: dict[str, Callable[[Spans], Attend]] = {
+    "segments": _segments, "masked": _masked, "varlen": _varlen, "ours": _ours,
+}  # fmt: skip
 
 # (device, dtype or None for any) -> row of ATTENTIONS; the first that fits runs. Rows for CUDA are not measured yet.
 CHOICE: tuple[tuple[str, torch.dtype | None, str], ...] = (
     ("cpu", None, "segments"),
+    ("cuda", torch.float16, "ours"),
+    ("cuda", torch.bfloat16, "ours"),
     ("cuda", torch.float16, "varlen"),
     ("cuda", torch.bfloat16, "varlen"),
     ("cuda", None, "masked"),
@@ -109,6 +123,8 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, forced: str 
         return forced
     for kind, wanted, name in CHOICE:
         if kind == device.type and wanted in (None, dtype):
+            if name == "ours" and (head_dim != 128 or ops_cuda.refuses(device) is not None):
+                continue
             if name != "varlen" or (_varlen_attn is not None and head_dim % 8 == 0 and head_dim <= 256):
                 return name
     return "masked"

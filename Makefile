@@ -103,9 +103,10 @@ $(ASSETS): requirements/assets.txt requirements/speech.txt $(DEPS)
 
 $(WHEEL_TOOLS): requirements/wheels.txt $(DEPS)
 	@$(BIN)/python -m pip install -qq --no-deps -r requirements/wheels.txt
+	@nvcc --version 2>/dev/null | grep -q 'release 13' || $(BIN)/python -m pip install -qq --no-deps -r requirements/cuda.txt
 	@touch $@
 
-$(HUB_TOOLS): requirements/hub.txt $(DEPS)
+$(HUB_TOOLS): requirements/hub.txt $(WHEEL_TOOLS)
 	@$(BIN)/python -m pip install -qq --no-deps -r requirements/hub.txt
 	@touch $@
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,18 @@ def test_the_resolver_picks_the_variant_of_every_torch() -> None:
             names, parse_backend(backend), machine, "linux", Version(torch_version), True, None
         )
         assert accepted[0].variant_str == best
+
+
+def test_the_card_is_what_it_says(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_KERNELS", f"lowbit/quant-matmul={HUB}")
+    card = (HUB / "README.md").read_text("utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert len(snippets) == 2
+    names: dict[str, object] = {}
+    exec("\n".join(snippets), names)
+    assert names["qm"] is kernel and names["y"].shape == (2, 512)  # type: ignore[attr-defined]
+    documented = set(re.findall(r"^\| `(\w+)", card, re.MULTILINE))
+    assert documented == PUBLIC
 
 
 def test_it_needs_no_lowbit() -> None:

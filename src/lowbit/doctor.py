@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 OK, NOTE, RED = "ok", "note", "RED"
-EXTRAS = {
-    "models": ("transformers",),
-    "speech": ("omnivoice",),
-    "report": ("matplotlib",),
-    "cluster": ("ray",),
-    "hub": ("kernels",),
-}
+EXTRAS = ("transformers", "omnivoice", "matplotlib", "ray", "kernels")
 # Flags of /proc/cpuinfo that a tier needs, or torch's own kernels use.
 FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 "
@@ -162,13 +156,10 @@ def gpu() -> Iterator[Row]:
 
 def extras() -> Iterator[Row]:
     """What optional packages are there."""
-    for extra, packages in EXTRAS.items():
-        for package in packages:
-            found = installed(package)
-            what = package if extra == "hub" else f"'lowbit[{extra}]'"
-            yield Row(
-                "extras", package, OK if found else NOTE, found or "absent", "" if found else f"pip install {what}"
-            )
+    for package in EXTRAS:
+        found = installed(package)
+        hint = "" if found else f"pip install {package}"
+        yield Row("extras", package, OK if found else NOTE, found or "absent", hint)
 
 
 def self_test() -> Iterator[Row]:

@@ -105,3 +105,11 @@ def test_what_a_library_is_refused_for_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(ImportError, match="found torch 2.9.1.cpu, accepted is 2.10 or newer"):
         native.load()
+
+
+def test_a_second_copy_under_one_namespace_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """torch would end the process."""
+    native.load()  # the same file again is nothing new
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_C.so")
+    with pytest.raises(ImportError, match="found another copy with the operators torch.ops.lowbit"):
+        native.load()

@@ -67,6 +67,11 @@ def load() -> None:
         raise ImportError(
             f"lowbit: found torch {torch.__version__}, accepted is 2.10 or newer: pip install 'torch>=2.10'"
         )
+    # Two libraries under one namespace end the process, so the second is refused here.
+    if str(LIBRARY.resolve()) not in torch.ops.loaded_libraries and hasattr(getattr(torch.ops, OPS), "cpu_isa"):
+        raise ImportError(
+            f"lowbit: found another copy with the operators torch.ops.{OPS} in this process, accepted is one"
+        )
     if not COMPILED:
         warn_if_plain()
         library: Any = torch.library.Library(OPS, "DEF")  # type: ignore[no-untyped-call]

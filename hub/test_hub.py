@@ -197,6 +197,15 @@ def test_the_resolver_picks_the_variant_of_every_torch() -> None:
         assert accepted[0].variant_str == best
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_layer_runs_on_the_gpu(kernel: ModuleType) -> None:
+    scheme = kernel.QuantLinear.from_linear(torch.nn.Linear(K, N).requires_grad_(False), "w8a8")
+    want = scheme(x())
+    got = scheme.to("cuda")(x().cuda()).cpu()
+    assert scheme.explain()["kernel"] == "cuda_tiles"
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
 def test_the_card_is_what_it_says(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_KERNELS", f"lowbit/quant-matmul={HUB}")
     card = (HUB / "README.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+# make demo | test | wheels | hub | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,12 +10,14 @@ export HF_HUB_OFFLINE := 1
 DEPS := $(VENV)/.dependencies
 ASSETS := $(VENV)/.assets
 PACKAGE := $(VENV)/.package
+WHEEL_TOOLS := $(VENV)/.wheel-tools
+HUB_TOOLS := $(VENV)/.hub-tools
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -not -path '*/__pycache__/*')
 
 LINTS := ruff format clang-format mypy imports
 
-.PHONY: demo test test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
+.PHONY: demo test wheels hub test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
@@ -39,6 +41,17 @@ lint-imports: $(DEPS)
 check: $(PACKAGE) $(ASSETS)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest
+
+# Every file that is released, into build/wheels, built, checked and tried: WHEELS="x86_64 aarch64 sdist". Downloads two builds of torch
+# for CUDA (6 GB) and one for aarch64 the first time; needs nvcc 13 (requirements/cuda.txt), g++-aarch64-linux-gnu, qemu-user-static.
+WHEELS ?= x86_64 aarch64 sdist
+wheels: $(WHEEL_TOOLS)
+	@$(BIN)/python wheels/build.py $(WHEELS)
+
+# The artifact for the `kernels` loader, into build/hub, from the objects of the wheels where they are; then through `kernels` itself.
+hub: $(HUB_TOOLS) $(PACKAGE)
+	@$(BIN)/python hub/build.py
+	@$(BIN)/python -m pytest -q -p no:logging hub/test_hub.py
 
 # On a machine with a GPU, where the package is installed already and torch has CUDA.
 test-gpu:
@@ -88,11 +101,20 @@ $(ASSETS): requirements/assets.txt requirements/speech.txt $(DEPS)
 	@rm -f $(VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
 	@touch $@
 
+$(WHEEL_TOOLS): requirements/wheels.txt $(DEPS)
+	@$(BIN)/python -m pip install -qq --no-deps -r requirements/wheels.txt
+	@nvcc --version 2>/dev/null | grep -q 'release 13' || $(BIN)/python -m pip install -qq --no-deps -r requirements/cuda.txt
+	@touch $@
+
+$(HUB_TOOLS): requirements/hub.txt $(WHEEL_TOOLS)
+	@$(BIN)/python -m pip install -qq --no-deps -r requirements/hub.txt
+	@touch $@
+
 $(PACKAGE): $(DEPS) $(SOURCES)
 	@command -v g++ >/dev/null || { echo "g++ not found: on Debian and Ubuntu, install g++" >&2; exit 1; }
 	@echo "== building the wheel"
 	@rm -rf build/wheel
-	@$(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
+	@LOWBIT_NATIVE=1 $(BIN)/python -m pip wheel -qq --no-build-isolation --no-deps -w build/wheel .
 	@$(BIN)/python -m pip install -qq --no-deps --force-reinstall build/wheel/lowbit-*.whl
 	@ls build/wheel
 	@touch $@

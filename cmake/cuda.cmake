@@ -80,7 +80,7 @@ foreach(name quantize_short quantize gemm_sm90_two_level gemm_sm90_channel gemm_
   list(APPEND cuda_objects ${object})
 endforeach()
 
-add_library(_cuda13 MODULE csrc/torch_ops_cuda.cpp ${cuda_objects})
+add_custom_target(cuda_objects DEPENDS ${cuda_objects})
 set_source_files_properties(${cuda_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
 # An empty library of that name gives the DT_NEEDED; torch has loaded the real one before ours comes.
 file(WRITE ${CMAKE_BINARY_DIR}/stub_cudart.cpp "")
@@ -88,4 +88,3 @@ add_library(stub_cudart SHARED ${CMAKE_BINARY_DIR}/stub_cudart.cpp)
 set_target_properties(stub_cudart PROPERTIES PREFIX "" OUTPUT_NAME libcudart SUFFIX ".so.13" NO_SONAME ON
   LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/stub)
 target_link_options(stub_cudart PRIVATE -Wl,-soname,libcudart.so.13)
-target_link_libraries(_cuda13 PRIVATE -Wl,--no-as-needed stub_cudart)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit import ops_cuda, reference
 from lowbit.engines import packed, packed_linears
 from lowbit.engines.packed import Backbone
-from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
+from lowbit.engines.packed_attention import ATTENTIONS, CHOICE, Spans, choose
 from lowbit.engines.packed_linears import SideBySide, TileProduct, fuse
 from lowbit.engines.packed_stack import linears_of
 from lowbit.layouts import mma_tiles
@@ -341,6 +341,9 @@ def test_other_stacks_are_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_the_table_of_attentions_names_rows_that_exist() -> None:
-    assert choose(torch.device("cpu"), torch.float32, 128) == "segments"
-    assert choose(torch.device("cuda"), torch.float32, 128) == "masked"
-    assert choose(torch.device("cuda"), torch.float16, 128) in ("varlen", "masked")
+    cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.float16
+    assert all(name in ATTENTIONS for *_, name in CHOICE)
+    assert choose(cpu, torch.float32, 128, 500) == "segments"
+    assert choose(cuda, torch.float32, 128, 500) == "masked"
+    assert choose(cuda, half, 128, 500, ours=False) == choose(cuda, half, 128, 2000) in ("varlen", "masked")
+    assert choose(cuda, half, 128, 500, "masked") == "masked"

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 # (folder, ending) -> lines that are a habit; more is reported, not refused
 HABITS = {("src", ".py"): 300, ("csrc", ".h"): 420, ("csrc", ".cpp"): 420, ("csrc", ".cu"): 420, ("csrc", ".cuh"): 420}
 LAYERS = (
-    ("cli",), ("bench",), ("prove",), ("omnivoice",), ("engines",), ("models", "functional"), ("nn",), ("cuda",), ("dispatch",),
-    ("formats", "quantize", "layouts", "ops_cuda", "checkpoint"), ("ops",), ("reference",), ("types",),
+    ("cli",), ("doctor",), ("selftest",), ("bench",), ("prove",), ("omnivoice",), ("engines",), ("models", "functional"), ("nn",), ("cuda",), ("dispatch",), ("plain",),
+    ("formats", "quantize", "layouts", "ops_cuda", "checkpoint"), ("ops",), ("reference",), ("types", "native"),
 )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -44,7 +46,7 @@ struct Team {
   void (*body)(int64_t, int64_t, void*) = nullptr;
   void* context = nullptr;
 
-  std::mutex region;  // held by the caller whose region runs
+  std::atomic<bool> taken{false};  // by the caller whose region runs
   std::mutex bed;
   std::condition_variable bell;
   std::atomic<int> asleep{0};
@@ -56,6 +58,11 @@ Team& team() {  // never destroyed: workers outlive the statics of this file
   return *one;
 }
 thread_local int number = 0;
+
+struct Release {
+  std::atomic<bool>& taken;
+  ~Release() { taken.store(false, std::memory_order_release); }
+};
 
 bool claim(Team& t, Ticket seen, uint32_t& piece) {
   piece = seen.next();
@@ -93,7 +100,9 @@ void serve(int self) {
     }
     std::unique_lock lock(t.bed);
     t.asleep.fetch_add(1);
-    t.bell.wait(lock, [&] { return mine(Ticket{t.ticket.load()}); });
+    while (!mine(
+        Ticket{t.ticket.load()}))  // std::condition_variable::wait of gcc 12 is newer than manylinux_2_28
+      pthread_cond_wait(t.bell.native_handle(), t.bed.native_handle());
     t.asleep.fetch_sub(1);
   }
 }
@@ -106,8 +115,9 @@ void run(int threads, int64_t begin, int64_t end, int64_t grain, void (*body)(in
          void* context) {
   Team& t = team();
   const int64_t pieces = std::min((end - begin + grain - 1) / grain, int64_t{kPieces} * threads);
-  std::unique_lock lock(t.region, std::defer_lock);
-  if (threads < 2 || pieces < 2 || number || !lock.try_lock()) return body(begin, end, context);
+  if (threads < 2 || pieces < 2 || number || t.taken.exchange(true, std::memory_order_acquire))
+    return body(begin, end, context);
+  const Release release{t.taken};
   while (t.workers < threads - 1) std::thread(serve, ++t.workers).detach();
   // Pieces of a multiple of four: the widest tiles take four panels.
   t.piece = (end - begin + pieces - 1) / pieces;

@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lowbit.native import warn_if_plain as _warn_if_plain
+
 if TYPE_CHECKING:
     from lowbit.models.api import explain as explain
     from lowbit.models.api import quantize as quantize
@@ -62,3 +64,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+_warn_if_plain()

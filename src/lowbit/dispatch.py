@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from . import layouts, ops, ops_cuda
+from . import layouts, native, ops, ops_cuda, plain
 from .types import QuantizedWeight
 
 
@@ -78,6 +78,11 @@ def choose(q: QuantizedWeight, device: str = "cpu") -> Choice:
 
 def tiers() -> list[tuple[str, str]]:
     """Every tier this build knows for the CPU, with "runs", "slower" or the reason why it does not run."""
+    if not native.COMPILED:
+        return [
+            *((name, "this installation has no compiled kernels") for name in TIERS[layouts.MACHINE]),
+            (plain.TIER, "runs"),
+        ]
     have, chosen = ops.cpu_isas(), ops.cpu_isa()
     rows: list[tuple[str, str]] = []
     above = True

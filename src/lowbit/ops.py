@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-NAMESPACE = "lowbit"
-_LIBRARY = Path(__file__).with_name("_C.so")
-torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+from . import native
+
+NAMESPACE = native.OPS
+native.load()
 _OPS = getattr(torch.ops, NAMESPACE)
 _linear = _OPS.linear.default
 _quantize_rows = _OPS.quantize_rows.default
@@ -147,4 +146,5 @@ def decoder_scratch(decoder: int, rows: int) -> int:
 decoder_step = _OPS.decoder_step.default  # no wrapper: once a token
 
 
-cpu_isa()  # a wrong QM_CPU_ISA is an error at import, not at the first layer
+if native.COMPILED:
+    cpu_isa()  # a wrong QM_CPU_ISA is an error at import, not at the first layer

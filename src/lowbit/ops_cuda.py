@@ -6,18 +6,18 @@ is loaded where torch was built with CUDA 13.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from . import ops
+from . import native, ops
 from .types import FormatError
 
-_LIBRARY = Path(__file__).with_name("_cuda13.so")
 _OPS = getattr(torch.ops, ops.NAMESPACE)
 _quantize = _OPS.cuda_quantize.default
 _linear = _OPS.cuda_linear.default
+
+
+NO_COMPILER = "this installation of lowbit has no compiled kernels"
 
 
 def _load_cuda() -> str:
@@ -27,12 +27,12 @@ def _load_cuda() -> str:
         return "this torch has no CUDA"
     if not version.startswith("13."):
         return f"torch was built with CUDA {version}, accepted is 13.x"
-    if not _LIBRARY.exists():
-        return "this build of lowbit has no CUDA kernels (nvcc 13 was not found)"
+    if not native.CUDA_LIBRARY.exists():
+        return "this build of lowbit has no CUDA kernels (nvcc 13 was not found)" if native.COMPILED else NO_COMPILER
     try:
-        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(native.CUDA_LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
-        return f"_cuda13.so cannot be loaded: {error}"
+        return native.unloadable(native.CUDA_LIBRARY, str(error))
     return ""
 
 

@@ -72,7 +72,7 @@ class Packed:
         return residual, linear(torch.nn.functional.silu(gate) * up, down)
 
     def __call__(self, x: Tensor, cosines: Tensor, sines: Tensor, spans: Spans) -> Tensor:
-        attend = ATTENTIONS[choose(x.device, x.dtype, self.width)](spans)
+        attend = ATTENTIONS[choose(x.device, x.dtype, self.width, len(x), ours=False)](spans)
         residual, y = x, torch.zeros_like(x)
         for weights in self.weights:
             residual, y = self.layer(residual, y, weights, cosines, sines, attend)

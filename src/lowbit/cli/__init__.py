@@ -1,5 +1,5 @@
 """The command line: ``lowbit quantize | convert | inspect | run | eval | explain | profile | roofline |
-bench | speak``."""
+bench | speak | doctor``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lowbit import doctor
 from lowbit.cli import evaluate, look, make, profile, roofline, speak, use
 from lowbit.cli.show import one_line
 
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--threads", type=_positive, metavar="N", help="threads torch may use (default: all)")
     top = _Parser(prog="lowbit", description="4- and 8-bit linear layers under PyTorch: quantize, pack, run, prove.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for module in (make, look, use, evaluate, profile, roofline, speak):
+    for module in (make, look, use, evaluate, profile, roofline, speak, doctor):
         module.add(commands, common)
     return top
 

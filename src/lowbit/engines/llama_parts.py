@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lowbit import ops
+from lowbit import native, ops
 from lowbit.models import families
 from lowbit.nn import QuantLinear
 from lowbit.types import FormatError
@@ -55,6 +55,8 @@ def _refuse(where: str, found: object, accepted: str) -> FormatError:
 
 def collect(model: Any) -> Parts:
     """Raises FormatError with the reason where the model does not fit."""
+    if not native.COMPILED:
+        raise _refuse("lowbit", "no compiled kernels", "an installation with them")
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     if family not in FAMILIES or not type(model).__name__.endswith("ForCausalLM"):

@@ -169,7 +169,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """How often each bucket (and the plain call) was taken, and how many graphs there are."""
         captured = sum(slot.captured for slot in self.graphs.slots.values())
-        return {"taken": dict(self.graphs.counts), "captured": captured, "attention": self.backbone.attention}
+        ways = {size: self.backbone.attention(size) for size in self.graphs.slots}
+        return {"taken": dict(self.graphs.counts), "captured": captured, "attention": ways}
 
     def explain(self) -> dict[str, str]:
         """{"layers.0.qkv": what runs there}."""

@@ -96,7 +96,8 @@ class Backbone:
                     f"weights: found {name!r}, accepted are linears of the model (layers.0.self_attn.q_proj)"
                 )
         precisions = resolve(precision, linears, weights, self.device)
-        self.attention = choose(self.device, self.dtype, self.head_dim, attention)
+        choose(self.device, self.dtype, self.head_dim, 0, attention)  # refuses a word that is no way
+        self._forced = attention
         self.kernel_rope = self.device.type == "cuda" and self.head_dim == 128 and ops_cuda.refuses(self.device) is None
         self.precisions = precisions
         self.kinds: dict[str, str] = {}
@@ -176,10 +177,14 @@ class Backbone:
         there = positions.to(self.device)
         return Rotation(self._table.cosines[there], self._table.sines[there])
 
+    def attention(self, rows: int) -> str:
+        """Which row of ``packed_attention.ATTENTIONS`` runs over so many packed rows."""
+        return choose(self.device, self.dtype, self.head_dim, rows, self._forced)
+
     def __call__(self, x: Tensor, rotation: Rotation, spans: Spans, rows: Tensor | None = None) -> Tensor:
         """x [M, H] -> the stack's last hidden state [M, H], or of ``rows`` int64 [R] alone [R, H]. x stays as it is."""
         stream, added = x.clone(), None
-        attend = ATTENTIONS[self.attention](spans)
+        attend = ATTENTIONS[self.attention(len(x))](spans)
         rotate = self._rotate(rotation, x.dtype)
         y = stream
         for layer in self.layers:

@@ -16,7 +16,7 @@ _MADV_HUGEPAGE = 14
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialized CPU tensor. From 4 MB on it starts on a 2 MB boundary and asks for huge pages before first use."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < 2 * HUGE or not sys.platform.startswith("linux"):
+    if nbytes < 2 * HUGE or torch.compiler.is_compiling() or not sys.platform.startswith("linux"):
         return torch.empty(shape, dtype=dtype)
     raw = torch.empty(nbytes + HUGE, dtype=torch.uint8)
     start = -raw.data_ptr() % HUGE

@@ -25,7 +25,11 @@ def padded_group(group_size: int) -> int:
 
 def fits_half(scales: Tensor) -> bool:
     """Whether float16 holds every scale exactly; otherwise the stream carries float32. Never rounded in silence."""
-    return scales.dtype == torch.float16 or bool((scales.to(torch.float16).float() == scales.float()).all())
+    if (
+        scales.dtype == torch.float16 or torch.compiler.is_compiling()
+    ):  # a graph cannot ask for values: float32 holds all
+        return scales.dtype == torch.float16
+    return bool((scales.to(torch.float16).float() == scales.float()).all())
 
 
 def _panels(t: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ ROWS = (
     _gemv(11008, 4096, 1, "2.6 groups of channels a CTA"),
     Row(
         "`quantize`", "685×1024, residual, norm, rank 16", ("quantize", "685x1024", None, None), "add_norm_r16",
-        685 * 1024 * 7, 0, "one chain of latencies: load, Hadamard, maximum, round, low rank, sum (`down` comes from L2)",
+        685 * 1024 * 7, 0, "one chain of latencies (docs/cuda.md has its cycles); 86 CTAs of eight rows on 132 multiprocessors",
     ),
     Row(
         "`quantize`", "1890×1024, residual, norm, rank 16", ("quantize", "1890x1024", None, None), "add_norm_r16",

@@ -34,6 +34,7 @@ KERNELS = {
         "void lowbit::cuda::(anonymous namespace)::gemm_int4<64>(lowbit::cuda::Int4Args)",
     ),
     "attention": (
+        "void lowbit::cuda::attention<false>(lowbit::cuda::AttentionArgs)",
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::half_t>>(Flash_fwd_params)",
         "void flash_fwd_splitkv_kernel<...>",
         "fmha_cutlassF_f16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::half_t>::Params)",
@@ -47,6 +48,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, at::native::templates::cuda::normal_and_transform>(long)",
         "triton_poi_fused_add_cat_mul_2",
         "void lowbit::cuda::quantize_rows<2, true>(lowbit::cuda::QuantizeArgs, lowbit::cuda::Shape)",
+        "void lowbit::cuda::quantize_short_rows<(lowbit::cuda::Before)1, false, 1>(lowbit::cuda::QuantizeArgs, lowbit::cuda::ShortShape)",
         "lowbit::cuda::norm_rope(lowbit::cuda::RopeArgs)",
         "void lowbit::cuda::dequantize<4>(lowbit::cuda::DequantizeArgs)",
     ),

@@ -10,7 +10,7 @@ CATEGORIES = ("GEMM", "elementwise", "attention", "copy", "reduce", "other")
 # (category, pattern of the lower-case name) of GPU kernels: ours, cuBLAS, cuDNN, CUTLASS, torch, Triton. First match.
 _KERNELS = (
     ("elementwise", r"lowbit::cuda::(quantize|norm_rope|dequantize)"),
-    ("reduce", r"lowbit::cuda::inverse_rms"),
+    ("reduce", r"lowbit::cuda::(inverse_rms|guided_score|reveal)"),
     ("other", r"nccl|topk|sort"),
     ("attention", r"flash_(fwd|bwd|attn)|flash_fprop|fmha|sdpa|attention|mha_|varlen"),
     (

@@ -7,8 +7,8 @@ calls its own prompt, schedule and text code, so that the same seeds give the sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -75,7 +75,7 @@ def accelerate(
     plan = Plan(precision)
     given = read_weights(model.llm, weights)
     undo = ExitStack()
-    try:
+    with _memory(model.device, "fewer or smaller buckets, or an integer precision"), undo:
         backbones = backbones_of(model.llm, plan, given, attention, free_originals, undo)
         steps = [Step(model, backbone, score, reveal) for backbone in backbones]
         engine = Engine(model, plan, steps, undo, buckets=buckets, batch=batch, graphs=graphs, progress=progress)
@@ -84,11 +84,7 @@ def accelerate(
         engine.codec_frames = CODEC_FRAMES if codec_frames is None and on_cuda else codec_frames or 0
         engine.patch(trim)
         warn_of_floats(backbones)
-    except BaseException as error:
-        undo.close()
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            raise _no_memory(model.device, "fewer or smaller buckets, or an integer precision") from error
-        raise
+        engine.keep(undo.pop_all())
     return model
 
 
@@ -163,6 +159,10 @@ class Engine:
         self._undo.callback(back)
         space[name] = value
 
+    def keep(self, undo: ExitStack) -> None:
+        """All went well: what ``close`` is to undo."""
+        self._undo = undo
+
     def close(self) -> None:
         with self._lock:
             self._undo.close()
@@ -190,7 +190,7 @@ class Engine:
     @torch.inference_mode()
     def _iterative(self, task: Any, config: Any) -> list[Any]:
         """In the place of OmniVoice._generate_iterative: int64 [C, T] of every item."""
-        with self._lock:
+        with self._lock, _memory(self.backbone.device):
             self.plan.of(config.num_step)  # refuses before anything is drawn
             items = items_of(self.model, task, config)
             independent = all(reference is not None for reference in task.ref_audio_tokens)
@@ -206,7 +206,7 @@ class Engine:
     def _chunked(self, task: Any, config: Any) -> list[list[Tensor]]:
         """In the place of OmniVoice._generate_chunked, which takes the text apart as ever; the chunks that do not wait for
         one another are then decoded together, with the noise that each would have had."""
-        with self._lock:
+        with self._lock, _memory(self.backbone.device):
             self._waiting = []
             try:
                 chunks = type(self.model)._generate_chunked(self.model, task, config)
@@ -220,7 +220,7 @@ class Engine:
     def _audio(self, tokens: Any, rms: float | None, gen_config: Any) -> Any:
         """In the place of OmniVoice._decode_and_post_process: chunks of one text, or what was generated together, through
         the codec at once."""
-        with self._lock:
+        with self._lock, _memory(self.backbone.device):
             codec, home = self.model.audio_tokenizer, home_of(self.model)
             if isinstance(tokens, list):
                 wave = home.cross_fade_chunks(decode(codec, tokens, self.codec_frames), self.model.sampling_rate)
@@ -298,6 +298,15 @@ class Engine:
         return self.step.board(size, self.batch, (size + 1) // 2, 2 * self.batch + 1)
 
 
-def _no_memory(device: Any, advice: str) -> FormatError:
-    free = torch.cuda.mem_get_info(device)[0] / 2**30
-    return FormatError(f"memory: found {free:.1f} GiB free on {device} after a failed try, accepted is more: {advice}")
+@contextmanager
+def _memory(
+    device: torch.device, advice: str = "shorter texts, fewer at once, or a smaller chunk_tokens"
+) -> Iterator[None]:
+    """A device that runs out of memory is told of in one line, once what was tried is undone."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info(device)[0] / 2**30
+        raise FormatError(
+            f"memory: found {free:.1f} GiB free on {device} after a failed try, accepted is more: {advice}"
+        ) from error

@@ -32,6 +32,9 @@ def items_of(model: Any, task: Any, config: Any) -> list[Item]:
         reference = task.ref_audio_tokens[i]
         if reference is not None and reference.shape[-1] == 0:
             raise FormatError(f"ref_audio[{i}]: found 0 frames, accepted is a reference that is heard")
+        loudness = task.ref_rms[i]
+        if reference is not None and loudness is not None and not 0 < loudness < math.inf:
+            raise FormatError(f"ref_audio[{i}]: found loudness {loudness}, accepted is a reference that is heard")
     found = []
     for i, frames in enumerate(task.target_lens):
         prompt = model._prepare_inference_inputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,7 +22,7 @@ from lowbit.engines.packed_stack import linears_of
 from lowbit.layouts import mma_tiles
 from lowbit.quantize import rtn
 from lowbit.types import Activation, FormatError, Scheme
-from test_omnivoice import CASES, assert_same, assert_untouched, speak, state
+from test_omnivoice import CASES, WIDE, assert_same, assert_untouched, speak, state
 
 pytest.importorskip("transformers")
 EVERY = {"*": "fp32"}  # the same as "fp32" by another name, so that it is a backbone of its own
@@ -403,3 +404,38 @@ def test_the_word_is_said_once_and_short(model: Any, monkeypatch: pytest.MonkeyP
         warnings.simplefilter("error")
         omnivoice.accelerate(model, precision="w4a8")
     assert_untouched(model, before)
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found = tiny.load(tiny.write(tmp_path_factory.mktemp("wide"), **WIDE), "cuda", torch.float16)
+    found.voice = tiny.prompt(found)
+    return found
+
+
+@pytest.mark.gpu
+def test_a_replay_of_stages_is_the_same_steps_run_in_python(on_gpu: Any) -> None:
+    found = []
+    for graphs in (False, True):
+        stages = [(2, "fp16"), (None, "w4a8")]
+        omnivoice.accelerate(on_gpu, None, stages, (128, 512), graphs=graphs, chunk_tokens=0)
+        found += [speak(on_gpu, CASES["single"], True) for _ in range(2)]
+        assert omnivoice.engine_of(on_gpu).stats()["captured"] == (4 if graphs else 0)
+        omnivoice.restore(on_gpu)
+    for one in found[1:]:
+        assert_same(one, found[0])
+
+
+@pytest.mark.gpu
+def test_originals_leave_the_memory_of_a_gpu(on_gpu: Any) -> None:
+    before, sizes, allocated = state(on_gpu), held(on_gpu), []
+    for free in (False, True):
+        omnivoice.accelerate(on_gpu, precision="w8a8", graphs=False, free_originals=free)
+        gc.collect()  # of the engine before
+        allocated.append(torch.cuda.memory_allocated())
+        omnivoice.restore(on_gpu)
+    assert allocated[0] - allocated[1] >= sizes
+    assert_untouched(on_gpu, before)

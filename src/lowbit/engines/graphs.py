@@ -5,6 +5,7 @@
     slot.buffers.x[:200] = ...       # write what the step reads
     out = slot.run()                 # one replay, on the stream that is current
 
+Several callables over the same buffers, one a stage of a job, are a list in the place of ``step``: ``slot.run(1)`` is the second.
 Every bucket is captured when ``Graphs`` is made, from the largest down, into one memory pool, and none afterwards. Buffers and what
 ``run`` gives are valid until the next ``take`` or ``run`` of any bucket. Several streams may call in turn: a stream
 waits for what the stream before it has started. On a device without CUDA, or with ``capture=False``, the same buckets run
@@ -32,39 +33,45 @@ Buffers = TypeVar("Buffers")
 class Slot(Generic[Buffers]):
     """Static buffers for up to ``size``, and how to run the callable over them."""
 
-    def __init__(self, size: int, buffers: Buffers, call: Callable[[Buffers], Tensor | None], owner: Graphs[Buffers]):
+    def __init__(
+        self, size: int, buffers: Buffers, calls: Sequence[Callable[[Buffers], Tensor | None]], owner: Graphs[Buffers]
+    ):
         self.size, self.buffers = size, buffers
-        self._call, self._owner = call, owner
-        self._graph: Any = None
-        self._out: Tensor | None = None
+        self._calls, self._owner = calls, owner
+        self._graphs: list[Any] = []  # of each callable, or none
+        self._outs: list[Tensor | None] = []
 
     @property
-    def captured(self) -> bool:
-        return self._graph is not None
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
 
-    def run(self) -> Tensor | None:
-        if self._graph is None:
-            out = self._call(self.buffers)
+    def run(self, stage: int = 0) -> Tensor | None:
+        if not self._graphs:
+            out = self._calls[stage](self.buffers)
         else:
-            self._graph.replay()
-            out = self._out
+            self._graphs[stage].replay()
+            out = self._outs[stage]
         self._owner.ran()
         return out
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Warm up and capture, both on ``stream``."""
+        """Warm up and capture, both on ``stream``, every callable."""
+        graphs, outs = [], []
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):  # lazy handles, workspaces and autotuning come into being here
-                self._call(self.buffers)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._out = self._call(self.buffers)
-            self._graph = graph
+            for call in self._calls:
+                for _ in range(WARM_UPS):  # lazy handles, workspaces and autotuning come into being here
+                    call(self.buffers)
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    outs.append(call(self.buffers))
+                graphs.append(graph)
+        self._graphs, self._outs = graphs, outs
 
 
 class Graphs(Generic[Buffers]):
-    """``call`` over the buffers that ``make(size)`` gives, for every size of ``buckets``.
+    """``call``, or each of several, over the buffers that ``make(size)`` gives, for every size of ``buckets``.
 
     ``make(size)`` must give buffers that can be run as they are, all on ``device``; ``call`` must read its sizes from them,
     wait for nothing on the device, and keep no tensor from one call to the next. ``watch`` raises where what was
@@ -73,7 +80,7 @@ class Graphs(Generic[Buffers]):
 
     def __init__(
         self,
-        call: Callable[[Buffers], Tensor | None],
+        call: Callable[[Buffers], Tensor | None] | Sequence[Callable[[Buffers], Tensor | None]],
         make: Callable[[int], Buffers],
         *,
         buckets: Sequence[int] = BUCKETS,
@@ -85,7 +92,8 @@ class Graphs(Generic[Buffers]):
         self.buckets = check_buckets(buckets)
         self.device = torch.device(device)
         self.counts: Counter[int | str] = Counter()  # takes of each bucket, and of "plain"
-        self._call, self._make, self._watch = call, make, watch
+        self._calls = [call] if callable(call) else list(call)
+        self._make, self._watch = make, watch
         self._last: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self.slots: dict[int, Slot[Buffers]] = {}
@@ -101,13 +109,13 @@ class Graphs(Generic[Buffers]):
             return self.lend(size, self._make(size))
         self._begin(bucket)
         if bucket not in self.slots:  # without graphs: made when first used
-            self.slots[bucket] = Slot(bucket, self._make(bucket), self._call, self)
+            self.slots[bucket] = Slot(bucket, self._make(bucket), self._calls, self)
         return self.slots[bucket]
 
     def lend(self, size: int, buffers: Buffers) -> Slot[Buffers]:
         """The plain call over buffers of the caller's own."""
         self._begin("plain")
-        return Slot(size, buffers, self._call, self)
+        return Slot(size, buffers, self._calls, self)
 
     def _begin(self, bucket: int | str) -> None:
         if self._watch is not None:
@@ -130,7 +138,7 @@ class Graphs(Generic[Buffers]):
             pool = torch.cuda.graph_pool_handle()
             sizes = tqdm(self.buckets[::-1], desc="CUDA graphs", unit="graph", disable=not progress, leave=False)
             for size in sizes:
-                slot = Slot(size, self._make(size), self._call, self)
+                slot = Slot(size, self._make(size), self._calls, self)
                 side.wait_stream(here)
                 slot.capture(pool, side)
                 here.wait_stream(side)

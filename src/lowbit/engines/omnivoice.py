@@ -7,8 +7,8 @@ calls its own prompt, schedule and text code, so that the same seeds give the sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lowbit.engines.graphs import BUCKETS, Graphs, Slot
 from lowbit.engines.omnivoice_audio import post_process
-from lowbit.engines.omnivoice_batch import Batch, Item, draw, home_of, items_of
+from lowbit.engines.omnivoice_batch import Batch, Item, Later, draw, home_of, items_of, portions
 from lowbit.engines.omnivoice_codec import decode
+from lowbit.engines.omnivoice_stages import Plan, Stages, backbones_of, explained, warn_of_floats
 from lowbit.engines.omnivoice_step import Board, Reveal, Score, Step
-from lowbit.engines.packed import Backbone
 from lowbit.engines.packed_stack import Precision
 from lowbit.engines.packed_weights import Weights, read_weights
 from lowbit.types import FormatError
@@ -33,7 +33,7 @@ _ABSENT = object()
 def accelerate(
     model: Any,
     weights: Weights | None = None,
-    precision: Precision = None,
+    precision: Precision | Stages = None,
     buckets: Sequence[int] | None = None,
     *,
     attention: str | None = None,
@@ -44,21 +44,25 @@ def accelerate(
     trim: bool = True,
     score: Score | None = None,
     reveal: Reveal | None = None,
+    free_originals: bool = False,
     progress: bool = False,
 ) -> Any:
     """Let ``model.generate`` decode over the packed stack; returns the model. On CUDA every bucket is captured here.
 
     ``weights``: a lowbit checkpoint (directory or file) or {linear: QuantizedWeight}; None rounds the live weights where
     ``precision`` asks for integers. ``precision``: see ``packed.Backbone``; None is what the weights declare, and without
-    weights the dtype of the model, which changes no token. ``buckets``: packed tokens; None is 128 .. 2304 on CUDA and no
+    weights the dtype of the model, which changes no token; a list of (steps, precision) gives each decoding step its own, the
+    last one's steps None for the rest: [(16, "fp16"), (None, "w4a8")]. ``buckets``: packed tokens; None is 128 .. 2304 on CUDA and no
     padding without graphs. ``batch``: utterances in one graph; more run without one. ``chunk_tokens``: packed tokens at a time
     of a long text's chunks, which are decoded together; 0 leaves them one after the other; None is 8192 on CUDA and 0 on
     a CPU. ``codec_frames``: frames of several items or chunks that the codec decodes at a time, 0 one item after the other,
     None 1500 on CUDA and 0 on a CPU. ``trim``: cut silence by our own code, to the same samples. ``attention``, ``score``,
-    ``reveal`` replace a part (packed_attention.ATTENTIONS, omnivoice_step).
+    ``reveal`` replace a part (packed_attention.ATTENTIONS, omnivoice_step). ``free_originals``: weights that no step reads in
+    float leave the device until ``restore`` brings them back (packed_originals).
 
-    The weights stay the model's own: siblings become views of one tensor in float precisions. One call at a time.
-    FormatError with the reason, and the model as it was, where anything does not fit.
+    Else the weights stay the model's own: siblings become views of one tensor in float precisions. One call at a time.
+    FormatError with the reason, and the model as it was, where anything does not fit. A warning where integer weights
+    run in float because the CUDA device's integer tiles do not take them.
     """
     if not any(kind.__name__ == "OmniVoice" for kind in type(model).__mro__):
         raise FormatError(f"model: found {type(model).__name__}, accepted is an OmniVoice (of the package omnivoice)")
@@ -68,27 +72,19 @@ def accelerate(
     for name, value, least in limits:
         if value < least:
             raise FormatError(f"{name}: found {value}, accepted is at least {least}")
-    stack = model.llm
-    given = read_weights(stack, weights)
+    plan = Plan(precision)
+    given = read_weights(model.llm, weights)
     undo = ExitStack()
-    try:
-        backbone = Backbone(stack, precision, given, attention)
-        undo.callback(backbone.close)
-        step = Step(model, backbone, score, reveal)
-        engine = Engine(model, step, undo, buckets=buckets, batch=batch, graphs=graphs, progress=progress)
-        on_cuda = backbone.device.type == "cuda"
+    with _memory(model.device, "fewer or smaller buckets, or an integer precision"), undo:
+        backbones = backbones_of(model.llm, plan, given, attention, free_originals, undo)
+        steps = [Step(model, backbone, score, reveal) for backbone in backbones]
+        engine = Engine(model, plan, steps, undo, buckets=buckets, batch=batch, graphs=graphs, progress=progress)
+        on_cuda = engine.backbone.device.type == "cuda"
         engine.chunk_tokens = CHUNK_TOKENS if chunk_tokens is None and on_cuda else chunk_tokens or 0
         engine.codec_frames = CODEC_FRAMES if codec_frames is None and on_cuda else codec_frames or 0
         engine.patch(trim)
-    except BaseException as error:
-        undo.close()
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            free = torch.cuda.mem_get_info(model.device)[0] / 2**30
-            raise FormatError(
-                f"memory: found {free:.1f} GiB free on {model.device} after a failed try, accepted is more: "
-                "fewer or smaller buckets, or an integer precision"
-            ) from error
-        raise
+        warn_of_floats(backbones)
+        engine.keep(undo.pop_all())
     return model
 
 
@@ -115,7 +111,8 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        step: Step,
+        plan: Plan,
+        steps: Sequence[Step],
         undo: ExitStack,
         *,
         buckets: Sequence[int] | None,
@@ -123,16 +120,17 @@ class Engine:
         graphs: bool,
         progress: bool,
     ) -> None:
-        backbone = step.backbone
-        self.model, self.step, self.backbone, self.batch = model, step, backbone, batch
+        backbone = steps[0].backbone  # what is said of the first holds of all, but for products and their kinds
+        self.model, self.plan, self.steps, self.batch = model, plan, list(steps), batch
+        self.step, self.backbone = steps[0], backbone
         self.chunk_tokens = self.codec_frames = 0
         self._ahead: list[tuple[Tensor, Any]] = []  # tokens that were just made, and their audio once one was asked for
         self._undo, self._lock = undo, threading.RLock()
         self._plain = buckets is None and (backbone.device.type != "cuda" or not graphs)
         self._waiting: list[list[Item]] | None = None  # groups of chunks, while a long text is taken apart
         self.graphs: Graphs[Board] = Graphs(
-            self.step, self._board, buckets=BUCKETS if buckets is None else buckets, device=backbone.device,
-            watch=backbone.check, capture=graphs, progress=progress,
+            self.steps, self._board, buckets=BUCKETS if buckets is None else buckets, device=backbone.device,
+            watch=self._check, capture=graphs, progress=progress,
         )  # fmt: skip
 
     def patch(self, trim: bool) -> None:
@@ -161,6 +159,10 @@ class Engine:
         self._undo.callback(back)
         space[name] = value
 
+    def keep(self, undo: ExitStack) -> None:
+        """All went well: what ``close`` is to undo."""
+        self._undo = undo
+
     def close(self) -> None:
         with self._lock:
             self._undo.close()
@@ -174,7 +176,11 @@ class Engine:
 
     def explain(self) -> dict[str, str]:
         """{"layers.0.qkv": what runs there}."""
-        return dict(self.backbone.kinds)
+        return explained(self.plan, [step.backbone for step in self.steps])
+
+    def _check(self) -> None:
+        for step in self.steps:
+            step.backbone.check()
 
     def __reduce__(self) -> Any:
         raise TypeError("an accelerated model is a handle of this process: restore it before it is copied or pickled")
@@ -184,12 +190,13 @@ class Engine:
     @torch.inference_mode()
     def _iterative(self, task: Any, config: Any) -> list[Any]:
         """In the place of OmniVoice._generate_iterative: int64 [C, T] of every item."""
-        with self._lock:
+        with self._lock, _memory(self.backbone.device):
+            self.plan.of(config.num_step)  # refuses before anything is drawn
             items = items_of(self.model, task, config)
             independent = all(reference is not None for reference in task.ref_audio_tokens)
             if self._waiting is not None and independent and config.class_temperature <= 0:
                 self._waiting.append(items)
-                return [_Later(len(self._waiting) - 1, i) for i in range(len(items))]
+                return [Later(len(self._waiting) - 1, i) for i in range(len(items))]
             done = self._decode([items], config, limit=None)
             if self.codec_frames:
                 self._ahead = [(tokens, None) for tokens in done]
@@ -199,7 +206,7 @@ class Engine:
     def _chunked(self, task: Any, config: Any) -> list[list[Tensor]]:
         """In the place of OmniVoice._generate_chunked, which takes the text apart as ever; the chunks that do not wait for
         one another are then decoded together, with the noise that each would have had."""
-        with self._lock:
+        with self._lock, _memory(self.backbone.device):
             self._waiting = []
             try:
                 chunks = type(self.model)._generate_chunked(self.model, task, config)
@@ -208,12 +215,12 @@ class Engine:
                 self._waiting = None
             done = self._decode(groups, config, limit=self.chunk_tokens) if groups else []
             starts = [sum(len(g) for g in groups[:i]) for i in range(len(groups))]
-            return [[done[starts[c.group] + c.at] if isinstance(c, _Later) else c for c in row] for row in chunks]
+            return [[done[starts[c.group] + c.at] if isinstance(c, Later) else c for c in row] for row in chunks]
 
     def _audio(self, tokens: Any, rms: float | None, gen_config: Any) -> Any:
         """In the place of OmniVoice._decode_and_post_process: chunks of one text, or what was generated together, through
         the codec at once."""
-        with self._lock:
+        with self._lock, _memory(self.backbone.device):
             codec, home = self.model.audio_tokenizer, home_of(self.model)
             if isinstance(tokens, list):
                 wave = home.cross_fade_chunks(decode(codec, tokens, self.codec_frames), self.model.sampling_rate)
@@ -238,7 +245,7 @@ class Engine:
         device = self.backbone.device
         drawn = draw(groups, config.num_step, device) if warm else []
         done: list[Tensor] = []
-        for begin, end in _portions(items, limit):
+        for begin, end in portions(items, limit):
             packed = Batch(self.model, items[begin:end], config.guidance_scale != 0)
             sampled = config.class_temperature > 0
             slot = self._slot(packed, plain=sampled or len(packed.items) > self.batch)
@@ -246,11 +253,11 @@ class Engine:
             if sampled:
                 self._sample(slot.buffers, packed, config)
             else:
-                self._run(slot, packed, packed.noise(drawn[begin:end]) if warm else None)
+                self._run(slot, packed, packed.noise(drawn[begin:end]) if warm else None, self.plan.of(config.num_step))
             done += [slot.buffers.tokens[i, :, : item.frames].clone() for i, item in enumerate(packed.items)]
         return done
 
-    def _run(self, slot: Slot[Board], packed: Batch, noise: Tensor | None) -> None:
+    def _run(self, slot: Slot[Board], packed: Batch, noise: Tensor | None, stages: Sequence[int]) -> None:
         board, counts = slot.buffers, packed.schedule(self.backbone.device)
         for step in range(len(counts)):
             if not any(item.counts[step] for item in packed.items):
@@ -258,13 +265,13 @@ class Engine:
             board.k[: len(packed.items)] = counts[step]
             if noise is not None:
                 board.noise[: len(packed.items), :, : packed.frames] = noise[step]
-            slot.run()
+            slot.run(stages[step])
 
     def _sample(self, board: Board, packed: Batch, config: Any) -> None:
         """class_temperature > 0: tokens are drawn too, by the model's own code and in its order."""
         home = home_of(self.model)
-        for step in range(config.num_step):
-            logits = self.step.logits(board)  # [2, B, T, C, V]
+        for step, stage in enumerate(self.plan.of(config.num_step)):
+            logits = self.steps[stage].logits(board)  # [2, B, T, C, V]
             for i, item in enumerate(packed.items):
                 if item.counts[step] <= 0:
                     continue
@@ -291,20 +298,15 @@ class Engine:
         return self.step.board(size, self.batch, (size + 1) // 2, 2 * self.batch + 1)
 
 
-class _Later:
-    """Stands for the tokens of a chunk while a text is taken apart."""
-
-    def __init__(self, group: int, at: int) -> None:
-        self.group, self.at = group, at
-
-
-def _portions(items: Sequence[Item], limit: int | None) -> list[tuple[int, int]]:
-    """Ranges of items of at most ``limit`` packed tokens, each of at least one item."""
-    found, begin, rows = [], 0, 0
-    for i, item in enumerate(items):
-        own = item.ids.shape[1] + item.frames
-        if limit is not None and i > begin and rows + own > limit:
-            found.append((begin, i))
-            begin, rows = i, 0
-        rows += own
-    return [*found, (begin, len(items))]
+@contextmanager
+def _memory(
+    device: torch.device, advice: str = "shorter texts, fewer at once, or a smaller chunk_tokens"
+) -> Iterator[None]:
+    """A device that runs out of memory is told of in one line, once what was tried is undone."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info(device)[0] / 2**30
+        raise FormatError(
+            f"memory: found {free:.1f} GiB free on {device} after a failed try, accepted is more: {advice}"
+        ) from error

@@ -32,6 +32,9 @@ def items_of(model: Any, task: Any, config: Any) -> list[Item]:
         reference = task.ref_audio_tokens[i]
         if reference is not None and reference.shape[-1] == 0:
             raise FormatError(f"ref_audio[{i}]: found 0 frames, accepted is a reference that is heard")
+        loudness = task.ref_rms[i]
+        if reference is not None and loudness is not None and not 0 < loudness < math.inf:
+            raise FormatError(f"ref_audio[{i}]: found loudness {loudness}, accepted is a reference that is heard")
     found = []
     for i, frames in enumerate(task.target_lens):
         prompt = model._prepare_inference_inputs(
@@ -146,3 +149,22 @@ class Batch:
         else:
             u = torch.stack([torch.nn.functional.pad(d, (0, self.frames - d.shape[-1])) for d in drawn], 1)
         return -torch.log(-torch.log(u + 1e-10) + 1e-10)
+
+
+class Later:
+    """Stands for the tokens of a chunk while a text is taken apart."""
+
+    def __init__(self, group: int, at: int) -> None:
+        self.group, self.at = group, at
+
+
+def portions(items: Sequence[Item], limit: int | None) -> list[tuple[int, int]]:
+    """Ranges of items of at most ``limit`` packed tokens, each of at least one item."""
+    found, begin, rows = [], 0, 0
+    for i, item in enumerate(items):
+        own = item.ids.shape[1] + item.frames
+        if limit is not None and i > begin and rows + own > limit:
+            found.append((begin, i))
+            begin, rows = i, 0
+        rows += own
+    return [*found, (begin, len(items))]

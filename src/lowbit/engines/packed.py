@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowbit import ops_cuda
 from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
-from lowbit.engines.packed_linears import FLOATS, Norm, Product, product_of, unshare
+from lowbit.engines.packed_linears import FLOATS, Norm, Product, product_of, reasons, unshare
 from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
 from lowbit.types import FormatError, QuantizedWeight
 
@@ -67,7 +67,8 @@ class Backbone:
     ``precision``: one of fp32, fp16, bf16 (the dtype of the model), w8a8, w4a8, w4a4 for every linear, or a mapping from
     patterns of linear names ("layers.0.*", "*.down_proj") to them, of which the last that fits counts; None is the
     weight's own where ``weights`` {"layers.0.self_attn.q_proj": QuantizedWeight} has one and the model's dtype elsewhere.
-    Weights that are not in ``weights`` are rounded to nearest. ``attention`` forces a row of ATTENTIONS.
+    Weights that are not in ``weights`` are rounded to nearest. ``attention`` forces a row of ATTENTIONS. ``after_layer`` is
+    called with the number of each layer once its products are made.
 
     Float weights of siblings become views of one tensor until ``close``; the stack itself stays usable throughout.
     FormatError names the first thing that does not fit, before anything is changed.
@@ -79,6 +80,8 @@ class Backbone:
         precision: Precision = None,
         weights: Mapping[str, QuantizedWeight] | None = None,
         attention: str | None = None,
+        *,
+        after_layer: Callable[[int], None] | None = None,
     ) -> None:
         linears = linears_of(stack)
         config = stack.config
@@ -101,6 +104,7 @@ class Backbone:
         self.kernel_rope = self.device.type == "cuda" and self.head_dim == 128 and ops_cuda.refuses(self.device) is None
         self.precisions = precisions
         self.kinds: dict[str, str] = {}
+        self.in_float: dict[str, str] = {}  # products of integer weights that the device's tiles do not take, and why
         self._undo = ExitStack()
         self._rotary: Any = stack.rotary_emb
         self._table: Rotation | None = None
@@ -110,10 +114,17 @@ class Backbone:
                 self.norm = _norm(stack.norm)
                 for index, block in enumerate(stack.layers[: config.num_hidden_layers]):
                     self.layers.append(self._layer(index, block, linears, weights))
+                    if after_layer is not None:
+                        after_layer(index)
             except BaseException:
                 self.close()
                 raise
-        self.watched = list(self._watch(stack, linears))
+        self._stack, self._linears = stack, linears
+        self.remember()
+
+    def remember(self) -> None:
+        """From now on, what ``check`` compares with is what is there now."""
+        self.watched = list(self._watch(self._stack, self._linears))
 
     def close(self) -> None:
         """Give siblings their own memory back, with what is in them now."""
@@ -129,6 +140,8 @@ class Backbone:
             made[group], shared = product_of(members, self.precisions, weights)
             self._undo.callback(unshare, shared)
             self.kinds[f"layers.{index}.{group}"] = made[group].kind
+            if why := reasons(made[group]):
+                self.in_float[f"layers.{index}.{group}"] = ", ".join(why)
         attn = block.self_attn
         q_norm, k_norm = (
             None if getattr(attn, n, None) is None else _norm(getattr(attn, n)) for n in ("q_norm", "k_norm")

@@ -74,10 +74,10 @@ class FloatProduct:
 class LayerProduct:
     """A QuantLinear: every CPU tier, and on CUDA what the tiles do not take."""
 
-    def __init__(self, layer: QuantLinear) -> None:
-        self.layer = layer
+    def __init__(self, layer: QuantLinear, why: str | None = None) -> None:
+        self.layer, self.why = layer, why
         kernel = "" if layer.choice is None else layer.choice.kernel.name
-        self.kind = f"{kernel} w{layer.bits}, activations {layer.activation or 'float'}"
+        self.kind = f"{kernel} w{layer.bits}, activations {layer.activation or 'float'}" + (f" ({why})" if why else "")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
@@ -141,6 +141,17 @@ def share(parameters: Sequence[Tensor]) -> Tensor:
     for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
         parameter.data = part
     return joined
+
+
+def shared_by(parameters: Sequence[Tensor]) -> Tensor | None:
+    """What ``share`` made of the parameters, where it did so before."""
+    first, rows = parameters[0].data, 0
+    end, home = first.data_ptr(), first.untyped_storage().data_ptr()
+    for p in parameters:
+        if not p.is_contiguous() or p.data_ptr() != end or p.data.untyped_storage().data_ptr() != home:
+            return None
+        end, rows = end + p.nbytes, rows + len(p)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def unshare(parameters: Sequence[Tensor]) -> None:
@@ -219,11 +230,23 @@ def integer_product(q: QuantizedWeight, precision: str) -> Product:
 
     w4a4 runs 4-bit activations where the chip multiplies 4-bit numbers by itself, and 8-bit ones elsewhere.
     """
-    device = q.codes.device
-    if device.type == "cuda" and mma_tiles.refuses(q) is None:
+    device, why = q.codes.device, off_tiles(q, q.codes.device)
+    if device.type == "cuda" and why is None:
         four = INTEGERS[precision][1] == 4 and q.bits == 4 and q.k % 64 == 0 and ops_cuda.has_int4(device)
         return Int4Product(q) if four else TileProduct(q)
-    return LayerProduct(QuantLinear.from_quantized(q))
+    return LayerProduct(QuantLinear.from_quantized(q), why)
+
+
+def off_tiles(q: QuantizedWeight, device: torch.device) -> str | None:
+    """Why a weight cannot run the integer tiles of a CUDA device and takes the float path; None where nothing is lost."""
+    return mma_tiles.refuses(q) if device.type == "cuda" else None
+
+
+def reasons(product: Product) -> list[str]:
+    """What ``off_tiles`` said of a product, or of each of its siblings."""
+    if isinstance(product, SideBySide):
+        return list(dict.fromkeys(why for one in product.products for why in reasons(one)))
+    return [product.why] if isinstance(product, LayerProduct) and product.why is not None else []
 
 
 def product_of(
@@ -244,7 +267,8 @@ def product_of(
         else:
             bias = None
         shared = [linear.weight for linear in linears.values()]
-        return FloatProduct(share(shared), bias), shared
+        known = shared_by(shared)
+        return (FloatProduct(share(shared), bias), shared) if known is None else (FloatProduct(known, bias), [])
     values = [_value(name, linear, precision, weights) for name, linear in linears.items()]
     joined = fuse(values)
     if isinstance(joined, QuantizedWeight):

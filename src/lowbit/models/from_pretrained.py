@@ -170,7 +170,8 @@ class LowbitQuantizer(HfQuantizer):  # type: ignore[misc]
         model.config.quantization_config = self.quantization_config
         return state, metadata
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config holds its name
         for name, layer in _layers(model).items():
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
             linear.weight = nn.Parameter(layer.dequantize().to(dtype or model.dtype), requires_grad=False)

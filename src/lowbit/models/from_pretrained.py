@@ -20,18 +20,21 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from transformers.quantizers import HfQuantizer, auto
+    from transformers.quantizers import auto
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
-    raise ImportError("lowbit.enable_transformers: needs transformers 5.0 or newer (pip install lowbit[models])") from error
+    raise ImportError(
+        "lowbit.enable_transformers: needs transformers 5.0 or newer (pip install lowbit[models])"
+    ) from error
 
 from lowbit.checkpoint import Checkpoint, open_checkpoint
 from lowbit.checkpoint.files import METADATA_KEY
 from lowbit.formats import FORMATS, config_for
 from lowbit.models.api import quantize, resolve_scheme
 from lowbit.models.load import Trimmer, check_shape, local_directory, resolve_activation, untie
-from lowbit.models.plan import Plan, check_names, format_of, listed, make_plan
+from lowbit.models.plan import Plan, check_names, format_of, make_plan
 from lowbit.models.replace import get_linear, replace
 from lowbit.models.save import dense_linears, described, parts_of
 from lowbit.nn import QuantLinear
@@ -44,7 +47,7 @@ NAME = "lowbit"
 
 
 @register_quantization_config(NAME)
-class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class LowbitConfig(QuantizationConfigMixin):
     """``quantization_config=`` of ``from_pretrained``: run this checkpoint's linears in lowbit's kernels.
 
     ``activation``: "group", "token" or "none" (float), as in ``lowbit.load``; None obeys the checkpoint. ``scheme``: what a
@@ -58,7 +61,7 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         resolve_scheme(scheme)
         if save_as is not None and save_as not in FORMATS:
             raise FormatError(f"save_as: found {save_as!r}, accepted are {', '.join(FORMATS)}")
-        self.quant_method = NAME
+        self.quant_method = NAME  # type: ignore[assignment]
         self.activation, self.scheme, self.save_as = activation, scheme, save_as
         self.stored: dict[str, Any] = {"quant_method": NAME}  # what config.json says, or will say
         _install_merge()
@@ -88,7 +91,7 @@ class _Place(nn.Module):
 
 
 @register_quantizer(NAME)
-class LowbitQuantizer(HfQuantizer):  # type: ignore[misc]
+class LowbitQuantizer(HfQuantizer):
     """Puts QuantLinear where the checkpoint has quantized linears. Inference only."""
 
     requires_calibration = False
@@ -110,7 +113,7 @@ class LowbitQuantizer(HfQuantizer):  # type: ignore[misc]
         plan = plan._replace(layers={name: there for name, there in plan.layers.items() if name not in head})
         for name in (*plan.layers, *plan.halves):
             get_linear(model, name)  # refuses what is no linear, naming it
-        if type(model).__name__ in (model.config.architectures or ()):  # of other classes transformers makes the rest
+        if _is_whole(model):
             check_names(model, plan, checkpoint)
         waiting = [*plan.layers, *plan.halves]
         if any(model.get_submodule(name) is model.get_output_embeddings() for name in waiting):
@@ -124,7 +127,9 @@ class LowbitQuantizer(HfQuantizer):  # type: ignore[misc]
         names = "|".join(map(re.escape, {*waiting, *plan.layers.values(), *plan.halves.values()}))
         pattern = rf"(^|\.)({names})\.\w+$"
         if waiting:
-            model._keys_to_ignore_on_load_unexpected = {*old, pattern} if isinstance(old, set) else [*(old or ()), pattern]
+            model._keys_to_ignore_on_load_unexpected = (
+                {*old, pattern} if isinstance(old, set) else [*(old or ()), pattern]
+            )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.format is None:
@@ -196,6 +201,13 @@ def _layers(model: nn.Module) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
+def _is_whole(model: Any) -> bool:
+    """Whether the file must hold all of the model: it is of the class that was saved. Of others (a classifier on a language
+    model) transformers makes what is missing, and says so."""
+    named, own = model.config.architectures, type(model).__name__
+    return own in named if named else own.endswith("ForCausalLM")
+
+
 def _directory(model: Any, files: Any) -> Path:
     """Where the checkpoint lies: beside the weight files that transformers found."""
     if files:
@@ -249,7 +261,7 @@ def disable_transformers() -> None:
     for method in list(_taken):
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _taken.pop(method)
     if _merge:
-        auto.AutoHfQuantizer.merge_quantization_configs = _merge.pop()
+        auto.AutoHfQuantizer.merge_quantization_configs = _merge.pop()  # type: ignore[method-assign]
 
 
 def _install_merge() -> None:
@@ -267,4 +279,4 @@ def _install_merge() -> None:
         return LowbitConfig.from_dict(stored, activation=asked.activation, scheme=asked.scheme, save_as=asked.save_as)
 
     _merge.append(original)
-    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)
+    auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)  # type: ignore

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,19 @@ def test_another_format_can_be_saved(tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "b")), logits(model))
 
 
+def test_auto_round_and_lowbit_save(tmp_path: Path) -> None:
+    save_as(tiny(), tmp_path / "a", "gptq")
+    held = open_checkpoint(tmp_path / "a")
+    named = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+    config = held.config | {"quantization_config": {**(held.quantization or {}), **named}}
+    write_checkpoint(tmp_path / "b", {name: held[name] for name in held}, config)
+    model = load(tmp_path / "b")
+    want = logits(lowbit.load(tmp_path / "a"))
+    assert len(packed(model)) == 14 and torch.equal(logits(model), want)
+    lowbit.save(model, tmp_path / "c")
+    assert open_checkpoint(tmp_path / "c").metadata and torch.equal(logits(lowbit.load(tmp_path / "c")), want)
+
+
 def test_a_quantized_head_is_untied_and_kept(tmp_path: Path) -> None:
     layers = save_as(tiny(tie_word_embeddings=True), tmp_path / "a", "gptq", head=True)
     model = load(tmp_path / "a")
@@ -231,6 +246,19 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path: Path) -> None:
     for option in ({"activation": "bytes"}, {"scheme": "w5"}, {"save_as": "zip"}):
         with pytest.raises(FormatError, match="accepted are"):
             lowbit.LowbitConfig(**option)  # type: ignore[arg-type]
+
+
+def test_no_transformers_or_an_old_one_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "lowbit.models.from_pretrained"
+    monkeypatch.delitem(sys.modules, name)
+    with monkeypatch.context() as old:
+        old.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+        with pytest.raises(ImportError, match=r"needs transformers 5.0 or newer .* found 4\.57\.1$"):
+            importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match="needs transformers 5.0 or newer") as caught:
+        importlib.import_module(name)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_a_format_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:

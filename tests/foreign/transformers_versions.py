@@ -15,11 +15,8 @@ from pathlib import Path
 
 from run import ROOT, Tool, environment
 
-# what huggingface-hub before 2 wants beside what this environment has
-HUB = (
-    "huggingface-hub==1.33.0", "tokenizers==0.22.2", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0", "anyio==4.11.0",
-    "certifi", "idna",
-)  # fmt: skip
+# what these versions want beside the packages of this environment
+HUB = ("huggingface-hub==1.33.0", "tokenizers==0.22.2", "httpx==0.28.1", "httpcore==1.0.9")
 VERSIONS = {version: (f"transformers=={version}", *HUB) for version in ("5.3.0", "5.12.0")}
 
 

@@ -19,26 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-try:
-    from transformers.quantizers import auto
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise ImportError(
-        "lowbit.enable_transformers: needs transformers 5.0 or newer (pip install lowbit[models])"
-    ) from error
-
 from lowbit.checkpoint import Checkpoint, open_checkpoint
 from lowbit.checkpoint.files import METADATA_KEY
 from lowbit.formats import FORMATS, config_for
 from lowbit.models.api import quantize, resolve_scheme
-from lowbit.models.load import Trimmer, check_shape, local_directory, resolve_activation, untie
+from lowbit.models.load import Trimmer, check_shape, first_line, local_directory, resolve_activation, untie
 from lowbit.models.plan import Plan, check_names, format_of, make_plan
 from lowbit.models.replace import get_linear, replace
 from lowbit.models.save import dense_linears, described, parts_of
 from lowbit.nn import QuantLinear
 from lowbit.types import Activation, FormatError
+
+_NEEDS = "lowbit.enable_transformers needs transformers 5.0 or newer (pip install lowbit[models])"
+try:
+    from transformers import __version__ as _found
+    from transformers.quantizers import auto
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(f"{_NEEDS}: {first_line(error)}") from error
+if int(_found.partition(".")[0]) < 5:
+    raise ImportError(f"{_NEEDS}: found {_found}")
 
 __all__ = ["LowbitConfig", "LowbitQuantizer", "disable_transformers", "enable_transformers"]
 

@@ -75,9 +75,11 @@ accuracy: $(DEPS) $(if $(RUN),$(ASSETS))
 	@$(if $(RUN),PYTHONPATH=src $(BIN)/python bench/accuracy.py --assets build/accuracy --out bench/results/accuracy.jsonl $(ACCURACY))
 	@PYTHONPATH=src $(BIN)/python -m lowbit bench numbers bench/results/*.jsonl bench/results/cuda/*.jsonl --out docs/numbers.md
 
-# What the tools that own a format make of our files: each tool in an environment of its own, so minutes and downloads.
+# What the tools that own a format make of our files, and what older versions of transformers make of our quantizer: each in an
+# environment of its own, so minutes and downloads.
 foreign: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python tests/foreign/run.py
+	@$(BIN)/python tests/foreign/transformers_versions.py
 
 clean:
 	rm -rf build $(VENV)

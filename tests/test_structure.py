@@ -78,7 +78,10 @@ def test_no_file_names_a_machine_path_or_a_registry_host() -> None:
 
 
 def test_the_public_names_are_those_of_the_contract() -> None:
-    names = ["FormatError", "QuantLinear", "QuantizedWeight", "explain", "load", "quantize", "save"]
+    names = (
+        "FormatError LowbitConfig QuantLinear QuantizedWeight disable_transformers enable_transformers explain load "
+        "quantize save"
+    ).split()
     assert sorted(lowbit.__all__) == names
     for name in names:
         assert callable(getattr(lowbit, name)), name

@@ -16,6 +16,9 @@ from lowbit.native import warn_if_plain as _warn_if_plain
 if TYPE_CHECKING:
     from lowbit.models.api import explain as explain
     from lowbit.models.api import quantize as quantize
+    from lowbit.models.from_pretrained import LowbitConfig as LowbitConfig
+    from lowbit.models.from_pretrained import disable_transformers as disable_transformers
+    from lowbit.models.from_pretrained import enable_transformers as enable_transformers
     from lowbit.models.load import load as load
     from lowbit.models.save import save as save
     from lowbit.nn import QuantLinear as QuantLinear
@@ -29,12 +32,18 @@ _WHERE = {
     "load": "lowbit.models.load",
     "save": "lowbit.models.save",
     "explain": "lowbit.models.api",
+    "enable_transformers": "lowbit.models.from_pretrained",
+    "disable_transformers": "lowbit.models.from_pretrained",
+    "LowbitConfig": "lowbit.models.from_pretrained",
     "QuantLinear": "lowbit.nn",
     "QuantizedWeight": "lowbit.types",
     "FormatError": "lowbit.types",
 }
 
-__all__ = ["FormatError", "QuantLinear", "QuantizedWeight", "explain", "load", "quantize", "save"]
+__all__ = [
+    "FormatError", "LowbitConfig", "QuantLinear", "QuantizedWeight", "disable_transformers", "enable_transformers",
+    "explain", "load", "quantize", "save",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

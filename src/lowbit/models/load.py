@@ -63,7 +63,7 @@ def complete(model: nn.Module, checkpoint: Checkpoint, chosen: Activation | None
     for name in plan.layers:  # every refusal that needs no data comes first
         get_linear(model, name)
     check_names(model, plan, checkpoint)
-    trim = _Trimmer()
+    trim = Trimmer()
     for name in plan.layers:
         replace(model, name, _quantized(model, plan, checkpoint, name, chosen, trim))
     for name in plan.halves:
@@ -208,7 +208,7 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-class _Trimmer:
+class Trimmer:
     """Gives freed heap back to the system now and then: between the packed weights that stay, what was read and freed
     would otherwise pile up. Does nothing where the C library has no malloc_trim."""
 
@@ -224,20 +224,24 @@ class _Trimmer:
 
 
 def _quantized(
-    model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str, chosen: Activation | None, trim: _Trimmer
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str, chosen: Activation | None, trim: Trimmer
 ) -> QuantLinear:
     """One linear, read, checked against the place it takes, and packed. What was read is dropped on return."""
     assert plan.format is not None
     q: QuantizedWeight = plan.format.read(checkpoint, plan.layers[name], plan.config)
-    linear = get_linear(model, name)
-    if (q.n, q.k) != (linear.out_features, linear.in_features):
-        want = [linear.out_features, linear.in_features]
-        raise FormatError(f"{name}: found shape {[q.n, q.k]}, accepted is {want} (config.json)")
+    check_shape(name, q, get_linear(model, name))
     q = q.with_(activation=chosen or q.activation or ACTIVATIONS["group"])
     trim(q.n * q.k)
     layer = QuantLinear.from_quantized(q)
     trim(q.n * q.k)
     return layer
+
+
+def check_shape(name: str, q: QuantizedWeight, place: nn.Module) -> None:
+    """Refuse a weight that does not fit the place, a linear or what stands for one."""
+    want = [place.out_features, place.in_features]
+    if [q.n, q.k] != want:
+        raise FormatError(f"{name}: found shape {[q.n, q.k]}, accepted is {want} (config.json)")
 
 
 def _dense_linear(model: nn.Module, plan: Plan, checkpoint: Checkpoint, name: str) -> nn.Linear:

@@ -38,6 +38,7 @@ _RENAMES: tuple[tuple[str, str], ...] = (
     ("language_model.", "model.language_model."),
     ("model.language_model.", "model."),
     ("", "model."),
+    ("model.", ""),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,15 +37,8 @@ def save(model: PreTrainedModel, path: str | os.PathLike[str], dtype: torch.dtyp
     gets a config.json with its quantization alone.
     Raises FormatError for a layer that the format cannot hold, naming it.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     made: Mapping[str, Any] = getattr(model, "lowbit_made", {})
-    parts = Parts(
-        {name: module.to_quantized for name, module in layers.items() if module.bits != 16},
-        {name: _shell(module) for name, module in layers.items() if module.bits != 16},
-        {name: _half(module) for name, module in layers.items() if module.bits == 16},
-        lambda _, tensor: tensor,
-    )
-    write_model(model, Path(path), parts, made, dtype)
+    write_model(model, Path(path), parts_of(model), made, dtype)
 
 
 class Parts(NamedTuple):
@@ -57,6 +50,17 @@ class Parts(NamedTuple):
     read: Callable[[str, Tensor], Tensor]  # (name, what the model has there) -> a dense tensor
 
 
+def parts_of(model: nn.Module) -> Parts:
+    """The packed layers of a model that is in memory."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    return Parts(
+        {name: module.to_quantized for name, module in layers.items() if module.bits != 16},
+        {name: _shell(module) for name, module in layers.items() if module.bits != 16},
+        {name: _half(module) for name, module in layers.items() if module.bits == 16},
+        lambda _, tensor: tensor,
+    )
+
+
 def write_model(model: nn.Module, out: Path, parts: Parts, made: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     """What ``save`` does, of a model whose tensors may lie anywhere. ``made``: method, base_sha256, budget, where known."""
     generation = getattr(model, "generation_config", None)
@@ -64,24 +68,33 @@ def write_model(model: nn.Module, out: Path, parts: Parts, made: Mapping[str, An
         generation = None
     config, metadata = dict(_config(model)), None
     if parts.layers or parts.halves:
-        rows = {name: lowbit.describe(shell) for name, shell in parts.shells.items()}
-        rank = max((q.low_rank.down.shape[1] for q in parts.shells.values() if q.low_rank is not None), default=0)
-        method, base = made.get("method") or "unknown", made.get("base_sha256")
-        metadata = lowbit.metadata(rows, method, rank=rank, base_sha256=base)
-        if parts.halves:
-            metadata["fp16_layers"] = list(parts.halves)
-        if made.get("budget"):
-            metadata["budget"] = made["budget"]
-        done = {*parts.layers, *parts.halves}
-        ignored = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in done]
-        config["quantization_config"] = config_for("lowbit", parts.shells, ignored)
-        if not parts.layers:
-            config["quantization_config"] |= {"bits": 16, "group_size": -1, "activation": None}
+        config["quantization_config"], metadata = described(model, parts, made)
     out.mkdir(parents=True, exist_ok=True)
     copy_side_files(_origin(model), out)
     if generation is not None:
         _replace_text(out / "generation_config.json", generation.to_json_string(use_diff=True))
     write_checkpoint(out, _tensors(model, parts, dtype), config, metadata)
+
+
+def described(model: nn.Module, parts: Parts, made: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(``quantization_config``, metadata of the file) of a model in the lowbit format."""
+    rows = {name: lowbit.describe(shell) for name, shell in parts.shells.items()}
+    rank = max((q.low_rank.down.shape[1] for q in parts.shells.values() if q.low_rank is not None), default=0)
+    method, base = made.get("method") or "unknown", made.get("base_sha256")
+    metadata = lowbit.metadata(rows, method, rank=rank, base_sha256=base)
+    if parts.halves:
+        metadata["fp16_layers"] = list(parts.halves)
+    if made.get("budget"):
+        metadata["budget"] = made["budget"]
+    config = config_for("lowbit", parts.shells, dense_linears(model, {*parts.layers, *parts.halves}))
+    if not parts.layers:
+        config |= {"bits": 16, "group_size": -1, "activation": None}
+    return config, metadata
+
+
+def dense_linears(model: nn.Module, done: Collection[str]) -> list[str]:
+    """The linears that stay dense, beside those ``done``."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in done]
 
 
 def _config(model: nn.Module) -> Mapping[str, Any]:
@@ -120,6 +133,7 @@ def _shell(module: QuantLinear) -> QuantizedWeight:
         zeros=None if module.symmetric else torch.empty(shape, dtype=torch.uint8, device=meta),
         group_size=module.group_size,
         bits=module.bits,
+        perm=None if module.perm is None else module.perm.to(meta),
         hadamard=module.hadamard,
         low_rank=None
         if not module.rank

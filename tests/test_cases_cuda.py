@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import dispatch, ops, ops_cuda
+from lowbit import dispatch, native, ops, ops_cuda
 from lowbit.cuda import FloatLinear
 from lowbit.layouts import mma_tiles
 from lowbit.nn import QuantLinear
@@ -403,7 +403,7 @@ def test_gpu_01_what_python_says_of_a_chip(capability: tuple[int, int], monkeypa
         ("12.8", None, "torch was built with CUDA 12.8, accepted is 13.x"),
         ("14.0", None, "torch was built with CUDA 14.0, accepted is 13.x"),
         ("13.0", None, "nvcc 13 was not found"),
-        ("13.0", b"no library", "_cuda13.so cannot be loaded"),
+        ("13.0", b"no library", "_cuda13.so: cannot be loaded"),
     ],
 )
 def test_gpu_01_the_build_of_torch_is_named(
@@ -413,7 +413,7 @@ def test_gpu_01_the_build_of_torch_is_named(
     if content is not None:
         library.write_bytes(content)
     monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(ops_cuda, "_LIBRARY", library)
+    monkeypatch.setattr(native, "CUDA_LIBRARY", library)
     assert said in ops_cuda._load_cuda()
 
 

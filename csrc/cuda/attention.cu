@@ -22,14 +22,6 @@ constexpr int kTileBytes = kKeys * kHeadDim * 2;
 LOWBIT_DEVICE uint32_t chunk_at(uint32_t base, int row, int chunk) {
   return base + row * 256 + ((chunk ^ (row & 7)) * 16);
 }
-LOWBIT_DEVICE uint4 ldmatrix4_trans(uint32_t a) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(a)
-               : "memory");
-  return v;
-}
 template <bool bf16>
 LOWBIT_DEVICE void mma(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   if constexpr (bf16)
@@ -158,7 +150,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attention(const Attentio
                        pack2(score[2 * i + 1][2], score[2 * i + 1][3], bf16)};
 #pragma unroll
       for (int n = 0; n < 16; n += 2) {  // 16 columns: chunks n, n + 1 of keys i * 16 + (lane & 15)
-        const uint4 b = ldmatrix4_trans(chunk_at(here_v, i * 16 + (lane & 15), n + (lane >> 4)));
+        const uint4 b = ptx::ldmatrix4_trans(chunk_at(here_v, i * 16 + (lane & 15), n + (lane >> 4)));
         mma<bf16>(out[n], p, b.x, b.y);
         mma<bf16>(out[n + 1], p, b.z, b.w);
       }

@@ -48,11 +48,6 @@ LOWBIT_DEVICE void store_2d(const CUtensorMap* map, uint32_t from, int x, int y)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-LOWBIT_DEVICE void store_bulk(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
 LOWBIT_DEVICE void store_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 LOWBIT_DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LOWBIT_DEVICE void prefetch(const CUtensorMap* m) {
@@ -112,6 +107,15 @@ LOWBIT_DEVICE void wait_copies() {
 LOWBIT_DEVICE uint4 ldmatrix4(uint32_t a) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(a)
+               : "memory");
+  return v;
+}
+
+LOWBIT_DEVICE uint4 ldmatrix4_trans(uint32_t a) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(a)
                : "memory");

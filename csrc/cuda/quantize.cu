@@ -88,15 +88,12 @@ struct Shape {       // of a launch
   bool reciprocals;  // of smooth are in shared memory too
 };
 
-LOWBIT_DEVICE void stage16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ptx::shared(to)), "l"(from) : "memory");
-}
 // Matrix instructions for a row: 16 columns each, whole blocks of 64.
 __host__ __device__ inline int steps_of_row(const QuantizeArgs& a) { return (a.k + 63) / 64 * 4; }
 LOWBIT_DEVICE int slice_begin(const QuantizeArgs& a, int slice) { return steps_of_row(a) * slice / kSlices; }
 
 LOWBIT_DEVICE void stage_vector(float* to, const float* from, int k) {
-  for (int i = threadIdx.x; i < k / 4; i += blockDim.x) stage16(to + 4 * i, from + 4 * i);
+  for (int i = threadIdx.x; i < k / 4; i += blockDim.x) ptx::copy16(ptx::shared(to + 4 * i), from + 4 * i);
 }
 // Asks for this CTA's slices of the staged chunks; they lie one behind the other.
 LOWBIT_DEVICE void stage_down(const QuantizeArgs& a, const Shape& shape, uint4* to, int rank) {
@@ -105,7 +102,8 @@ LOWBIT_DEVICE void stage_down(const QuantizeArgs& a, const Shape& shape, uint4* 
   const uint4* down = static_cast<const uint4*>(a.down);
   for (int c = 0; c < shape.staged; c++)
     for (int i = threadIdx.x; i < steps * 32; i += blockDim.x)
-      stage16(to + c * steps * 32 + i, down + ((size_t)c * steps_of_row(a) + begin) * 32 + i);
+      ptx::copy16(ptx::shared(to + c * steps * 32 + i),
+                  down + ((size_t)c * steps_of_row(a) + begin) * 32 + i);
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 

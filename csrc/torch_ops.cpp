@@ -300,7 +300,7 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
       " int rank, bool hadamard, bool silu, bool tile_order) -> (Tensor, Tensor, Tensor)");
   m.def(
       "cuda_linear(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, Tensor? bias, "
-      "Tensor? up, int n, int mode, int out, int row=-1) -> Tensor");
+      "Tensor? up, int n, int mode, int out, int row=-1, bool gated=False) -> Tensor");
   m.def(
       "cuda_quantize4(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, "
       "int rank, bool hadamard, bool silu, float clip) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -205,10 +205,11 @@ static void check_padded(int64_t n, int64_t kp) {
 }
 
 // out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable GEMM, -2 the GEMV, -1 by the table, else
-// that row of tiles.
+// that row of tiles. gated: [M, n / 2], silu(gate) * up.
 static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low,
                           const Tensor& weight, const Tensor& channel, std::optional<Tensor> bias,
-                          std::optional<Tensor> up, int64_t n, int64_t mode, int64_t out, int64_t row) {
+                          std::optional<Tensor> up, int64_t n, int64_t mode, int64_t out, int64_t row,
+                          bool gated) {
   STD_TORCH_CHECK(on_gpu(codes) && codes.dim() == 2, "codes: found ", codes.dim(),
                   " dimensions, accepted is a CUDA tensor [M, Kp]");
   const DeviceGuard guard(codes.get_device_index());
@@ -229,7 +230,10 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
                   " mode=", mode, ", accepted are up to 16 rows and 4-bit modes");
   STD_TORCH_CHECK(row < -1 || !hopper || out == 0 || n % 8 == 0, "n: found ", n, " with ",
                   name_of(kOutputs[out]), " output, accepted by Hopper's GEMM are multiples of 8");
-  a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out);
+  STD_TORCH_CHECK(!gated || (hopper && row >= -1), "gated: found with row=", row, " on compute capability ",
+                  device.capability / 10, ".", device.capability % 10, ", accepted are rows of tiles on 9.0");
+  STD_TORCH_CHECK(!gated || n % 16 == 0, "n: found ", n, ", accepted with gated are multiples of 16");
+  a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out), a.gated = gated;
   a.rank = rank_of(up, low, np);
   static const int64_t kBytes[] = {8192, 4096, 4224, 4352};  // tile_bytes of tile.cuh
   a.codes = static_cast<const int8_t*>(data_of(codes, "codes", codes, ScalarType::Char, m * kp));
@@ -240,7 +244,7 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
   a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
   a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
   if (a.rank) a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
-  Tensor y = torch::stable::new_empty(codes, {m, n}, kOutputs[out]);
+  Tensor y = torch::stable::new_empty(codes, {m, gated ? n / 2 : n}, kOutputs[out]);
   if (m == 0) return y;
   a.y = y.mutable_data_ptr();
   const cuda::Stream stream = current_stream(codes.get_device_index());

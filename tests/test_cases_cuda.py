@@ -96,7 +96,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "linear": dict(
         codes=torch.zeros(5, 256, dtype=torch.int8), scales=torch.ones(5), low=half(1, 1, 128),
         weight=torch.zeros(2, 2, 4096, dtype=torch.uint8), channel=torch.ones(128), bias=torch.zeros(128),
-        up=half(1, 8, 32, 8), n=72, mode=mma_tiles.CHANNEL, out=2, row=-1,
+        up=half(1, 8, 32, 8), n=72, mode=mma_tiles.CHANNEL, out=2, row=-1, gated=False,
     ),
     "linear4": dict(
         codes=torch.zeros(5, 128, dtype=torch.uint8), group_scales=torch.ones(4, 128), scales=torch.ones(5),
@@ -266,6 +266,8 @@ BAD: dict[str, Bad] = {
     "eps without end": ("inverse_rms", {"eps": float("inf")}, "eps: found inf"),
     "clip 0": ("quantize4", {"clip": 0.0}, "clip: found 0"),
     "clip not a number": ("quantize4", {"clip": float("nan")}, "clip: found -?nan"),
+    "gated, N no multiple of 16": ("linear", {"gated": True}, "n: found 72, accepted with gated are multiples of 16"),
+    "gated by the GEMV": ("linear", {"gated": True, "n": 80, "row": -2}, "gated: found with row=-2"),
     "mode 4": ("linear", {"mode": 4}, "mode: found 4, .*3"),
     "mode below zero": ("linear", {"mode": -1}, "mode: found -1"),
     "row below the names": ("linear", {"row": -4}, "row: found -4"),
@@ -315,6 +317,13 @@ def test_x_may_have_any_strides_and_address(stub: Stub) -> None:
         assert codes.shape == (rows, 256) and scales.shape == (rows,) and low.shape == (1, -(-rows // 8), 128)
     misaligned = off(5, 128, dtype=torch.float16)
     assert misaligned.data_ptr() % 16 and stub.call("quantize", GOOD["quantize"] | {"x": misaligned})
+
+
+def test_a_gated_product_has_half_the_columns_where_the_chip_has_it(stub: Stub) -> None:
+    assert stub.call("linear", GOOD["linear"] | {"gated": True, "n": 80}).shape == (5, 40)
+    stub.chip(89, None)
+    with pytest.raises(RuntimeError, match=r"gated: found with row=-1 on compute capability 8.9, accepted .* 9.0"):
+        stub.call("linear", GOOD["linear"] | {"gated": True, "n": 80})
 
 
 def test_no_rows_are_no_launch(stub: Stub) -> None:

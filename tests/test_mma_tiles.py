@@ -184,3 +184,9 @@ def test_an_old_chip_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why == "Tesla T4 has compute capability 7.5, accepted are 8.0 and newer (Ampere, Ada, Hopper)"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert ops_cuda.refuses(0) is None and not ops_cuda.has_int4(0)
+
+
+def test_the_order_of_a_gated_product_takes_eight_rows_of_each_in_turn() -> None:
+    order = mma_tiles.gated_order(48).tolist()
+    assert sorted(order) == list(range(48))
+    assert order[:24] == [*range(8), *range(24, 32), *range(8, 16)]

@@ -229,6 +229,20 @@ def test_siblings_that_differ_stay_apart_and_are_right(change: dict[str, Any], w
     assert reference.error(got, want) < 1e-3
 
 
+def test_gate_and_up_in_turn_are_the_same_rows() -> None:
+    """Eight rows of the gate, eight of up: of every tensor of the value that has a row an output."""
+    torch.manual_seed(4)
+    gate, up = (rtn(torch.randn(32, 64), Scheme("w4a8", symmetric=True, activation=Activation(8, "token")), "two-level")
+                .with_(bias=torch.randn(32), low_rank=LowRank(torch.randn(64, 4), torch.randn(32, 4))) for _ in range(2))  # fmt: skip
+    joined = fuse([gate, up])
+    assert isinstance(joined, QuantizedWeight) and joined.low_rank is not None
+    turned = packed_linears.in_turn(joined)
+    x = torch.randn(3, 64)
+    y, z = (reference.linear(x, q, None).view(3, -1) for q in (joined, turned))
+    assert torch.equal(z.view(3, 4, 2, 8)[:, :, 0].flatten(1), y[:, :32])
+    assert torch.equal(z.view(3, 4, 2, 8)[:, :, 1].flatten(1), y[:, 32:])
+
+
 # -- the launches of a CUDA device, done by the reference --------------------------------------------------------------
 
 
@@ -251,11 +265,15 @@ def quantize(x: Tensor, *, residual: Any, norm: Any, eps: float, smooth: Any, do
 
 
 def linear(codes: Tensor, scales: Tensor, low: Tensor, weight: Tensor, channel: Tensor, bias: Any, up: Any, n: int,
-           mode: int, dtype: torch.dtype, row: int) -> Tensor:  # fmt: skip
+           mode: int, dtype: torch.dtype, row: int, gated: bool) -> Tensor:  # fmt: skip
     w, wide = mma_tiles.unpack(mma_tiles.Tiles(weight, channel, mode), n, codes.shape[1])
     w = w.float() * reference.expand(wide, mma_tiles.GROUP if wide.shape[1] > 1 else codes.shape[1], codes.shape[1])
     y = scales[:, None] * (codes.float() @ w.T)
-    return (y if bias is None else y + bias[:n]).to(dtype)
+    y = y if bias is None else y + bias[:n]
+    if gated:  # eight rows of the gate, eight of up, in turn
+        gate, up = y.view(len(y), -1, 2, 8).unbind(2)
+        y = (torch.nn.functional.silu(gate) * up).flatten(1)
+    return y.to(dtype)
 
 
 def norm_rope(
@@ -267,8 +285,11 @@ def norm_rope(
     parts[:, heads : heads + kv] = reference.norm_rope(parts[:, heads : heads + kv], k_norm, cosines, sines, eps)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("precision", ["w8a8", "w4a8", {"*": "w8a8", "*.v_proj": "w4a8", "layers.1.mlp.*": "fp32"}])
-def test_the_launches_of_a_gpu_add_up_to_the_layer(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launches_of_a_gpu_add_up_to_the_layer(
+    precision: Any, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nine launches and attention a layer, in this order; what they compute is what the CPU's kernels compute."""
     model, x = stack(head_dim=128), inputs()
     scheme = Scheme("w4a8", symmetric=True, activation=Activation(8, "token"))
@@ -285,7 +306,7 @@ def test_the_launches_of_a_gpu_add_up_to_the_layer(precision: Any, monkeypatch: 
             return _do(*args, **kwargs)
 
         monkeypatch.setattr(ops_cuda, function.__name__, noted)
-    monkeypatch.setattr(packed_linears, "integer_product", lambda q, word: TileProduct(q))
+    monkeypatch.setattr(packed_linears, "integer_product", lambda q, word, gate=False: TileProduct(q, gate and gated))
     backbone = Backbone(model, precision, weights)
     backbone.kernel_rope = True
     got = run(backbone, x)

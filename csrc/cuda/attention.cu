@@ -170,6 +170,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attention(const Attentio
 }
 
 const char* launch_attention(const AttentionArgs& a, const Device& d, Stream stream) {
+  if (const char* wrong = nullptr; launch_attention_sm90(a, d, stream, &wrong)) return wrong;
   const void* kernel = a.dtype == Dtype::kBfloat16 ? reinterpret_cast<const void*>(attention<true>)
                                                    : reinterpret_cast<const void*>(attention<false>);
   constexpr int kBytes = 5 * kTileBytes;

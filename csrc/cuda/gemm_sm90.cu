@@ -51,14 +51,16 @@ constexpr int kW8Bit = 1 << kW8, kChannelBit = 1 << kW4Channel, kTwoBit = 1 << k
               kGroupBit = 1 << kW4Group;
 constexpr int kDense = kW8Bit | kChannelBit | kTwoBit, kShort = kW8Bit | kChannelBit;
 static const Measured kMeasured[] = {
-    {kDense, 4096, 1024, 256, 3},     {kDense, 4096, 1024, 704, 7},    {kDense, 4096, 1024, 2048, 10},
-    {kDense, 1024, 2048, 256, 2},     {kShort, 1024, 2048, 720, 3},    {kTwoBit, 1024, 2048, 720, 5},
-    {kDense, 1024, 2048, 2048, 9},    {kDense, 6144, 1024, 256, 4},    {kDense, 6144, 1024, 704, 8},
-    {kDense, 6144, 1024, 2048, 10},   {kDense, 1024, 3072, 256, 2},    {kShort, 1024, 3072, 720, 3},
-    {kTwoBit, 1024, 3072, 720, 5},    {kDense, 1024, 3072, 2048, 9},   {kGroupBit, 4096, 1024, 256, 3},
-    {kGroupBit, 4096, 1024, 2048, 6}, {kGroupBit, 1024, 2048, 256, 1}, {kGroupBit, 1024, 2048, 900, 3},
-    {kGroupBit, 1024, 2048, 2048, 4}, {kGroupBit, 6144, 1024, 256, 2}, {kGroupBit, 6144, 1024, 2048, 6},
-    {kGroupBit, 1024, 3072, 256, 1},  {kGroupBit, 1024, 3072, 900, 3}, {kGroupBit, 1024, 3072, 2048, 4},
+    {kDense, 4096, 1024, 192, 6},     {kDense, 4096, 1024, 256, 3},     {kDense, 4096, 1024, 704, 7},
+    {kDense, 4096, 1024, 768, 11},    {kDense, 4096, 1024, 2048, 10},   {kDense, 1024, 2048, 256, 2},
+    {kDense, 1024, 2048, 720, 6},     {kDense, 1024, 2048, 2048, 9},    {kDense, 6144, 1024, 192, 6},
+    {kDense, 6144, 1024, 256, 4},     {kDense, 6144, 1024, 704, 8},     {kDense, 6144, 1024, 768, 12},
+    {kDense, 6144, 1024, 2048, 10},   {kDense, 1024, 3072, 192, 1},     {kDense, 1024, 3072, 256, 2},
+    {kShort, 1024, 3072, 720, 3},     {kTwoBit, 1024, 3072, 720, 5},    {kDense, 1024, 3072, 2048, 9},
+    {kGroupBit, 4096, 1024, 256, 3},  {kGroupBit, 4096, 1024, 2048, 6}, {kGroupBit, 1024, 2048, 256, 1},
+    {kGroupBit, 1024, 2048, 900, 3},  {kGroupBit, 1024, 2048, 2048, 4}, {kGroupBit, 6144, 1024, 256, 2},
+    {kGroupBit, 6144, 1024, 2048, 6}, {kGroupBit, 1024, 3072, 256, 1},  {kGroupBit, 1024, 3072, 900, 3},
+    {kGroupBit, 1024, 3072, 2048, 4},
 };
 
 static int choose(const Rows& r, const LinearArgs& a, const Device& device) {

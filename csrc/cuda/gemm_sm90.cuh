@@ -134,6 +134,55 @@ __device__ __forceinline__ void store_tile(const Cta<C>& c, const GemmArgs& a, c
   if ((threadIdx.x & 127) == 0) ptx::store_2d(map_y, out, n0, m0);
 }
 
+// The same for silu(gate) * up: a thread has both, gate as channel g and up as channel g + 8 of its warp, so
+// a token is 32 columns, 64 B.
+template <class C>
+__device__ __forceinline__ void store_gated(const Cta<C>& c, const GemmArgs& a, const CUtensorMap* map_y,
+                                            const float (&f)[C::own / 2], float2 bias, int n0, int m0, int wg,
+                                            int w4, int lane) {
+  constexpr int blocks = C::own / 8;
+  const uint32_t scales = c.smem + C::scale_at + (wg * C::tokens + c.rank * C::own) * 4;
+  const int g = lane >> 2, t = lane & 3, mat = lane >> 3, i8 = lane & 7;
+  auto z = [&](int j, int e, float2 x) {
+    const float scale = e ? x.y : x.x, gate = fmaf(f[4 * j + e], scale, bias.x);
+    return __fdividef(gate, 1.f + __expf(-gate)) * fmaf(f[4 * j + 2 + e], scale, bias.y);
+  };
+  if (a.dtype == Dtype::kFloat32) {
+#pragma unroll
+    for (int j = 0; j < blocks; j++) {
+      const float2 x = ptx::lds_float2(scales + (8 * j + 2 * t) * 4);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int token = m0 + 8 * j + 2 * t + e, n = n0 / 2 + w4 * 8 + g;
+        if (token < a.m && 2 * n < a.n) static_cast<float*>(a.y)[(size_t)token * (a.n / 2) + n] = z(j, e, x);
+      }
+    }
+    return;
+  }
+  const uint32_t out = c.smem + C::out_at + wg * C::own * 64, row = (w4 ^ (i8 >> 1)) * 16 + i8 * 64;
+  const bool bf16 = a.dtype == Dtype::kBfloat16;
+#pragma unroll
+  for (int j = 0; j < blocks; j += 4) {
+    uint32_t h[4];
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      if (j + b >= blocks) continue;
+      const float2 x = ptx::lds_float2(scales + (8 * (j + b) + 2 * t) * 4);
+      h[b] = pack2(z(j + b, 0, x), z(j + b, 1, x), bf16);
+    }
+    const uint32_t to = out + j * 512 + row;
+    if (j + 3 < blocks) {
+      ptx::stmatrix4(to + mat * 512, h[0], h[1], h[2], h[3]);
+    } else {
+      if (blocks - j > 1) ptx::stmatrix2(to + (mat & 1) * 512, h[0], h[1]);
+      if (blocks - j & 1) ptx::stmatrix1(to + (blocks - j - 1) * 512, h[blocks - j - 1]);
+    }
+  }
+  ptx::proxy_fence();
+  ptx::named_barrier(1 + wg, 128);
+  if ((threadIdx.x & 127) == 0) ptx::store_2d(map_y, out, n0 / 2, m0);
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Cta<C>& c, const GemmArgs& a, const CUtensorMap* map_y) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, wg = warp >> 2, w4 = warp & 3,
@@ -192,7 +241,10 @@ __device__ __forceinline__ void consume(const Cta<C>& c, const GemmArgs& a, cons
     for (int i = 0; i < 2; i++)
       if (wtid + 128 * i < C::tokens) ptx::sts_float(scales + (wtid + 128 * i) * 4, sx[i]);
     ptx::named_barrier(1 + wg, 128);
-    store_tile(c, a, map_y, f, bias, n0, m0 + c.rank * C::own, wg, w4, lane);
+    if (a.gated)
+      store_gated(c, a, map_y, f, bias, n0, m0 + c.rank * C::own, wg, w4, lane);
+    else
+      store_tile(c, a, map_y, f, bias, n0, m0 + c.rank * C::own, wg, w4, lane);
     if constexpr (C::persistent) {
       if (a.dtype == Dtype::kFloat32)
         ptx::named_barrier(1 + wg, 128);  // the scales are read before the next tile writes them
@@ -220,7 +272,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas)
   if (threadIdx.x == 0) ptx::prefetch(&map_x), ptx::prefetch(&map_y);
   ptx::let_next_grid_start();
   __syncthreads();
-  if constexpr (C::split > 1) ptx::cluster_arrive();  // waited for where the peer is first touched
+  if constexpr (C::split > 1) ptx::cluster_arrive();  // waited for where a peer is first touched
   if (warp >= C::groups * 4) {
     if constexpr (C::moves_registers) ptx::fewer_registers<C::producer_registers>();
     if (C::split > 1 && (threadIdx.x & 31) != 0) ptx::cluster_wait();

@@ -17,11 +17,19 @@ struct Config {
                        split = tile.split;
   static constexpr bool persistent = tile.persistent, group_scales = mode == kW4Group;
   static constexpr int channels = 64 * groups, threads = groups * 128 + 128;
-  static constexpr int ctas = groups == 1 && tokens < 200 ? 2 : 1;  // a multiprocessor
-  // A launch gives 65536 / threads registers; the producers hand their share to the consumers.
+  // CTAs a multiprocessor has registers for. Small tiles leave room for the quantizer that comes next, or
+  // that they come after: either starts while the other still runs.
+  static constexpr int ctas = groups == 1                   ? (tokens <= 64   ? 3
+                                                               : tokens < 200 ? 2
+                                                                              : 1)
+                              : groups == 2 && tokens <= 64 ? 2
+                                                            : 1;
+  // What a launch gives a thread; the producers hand their share to the consumers.
+  static constexpr int launch_registers = 65536 / (threads * ctas) / 8 * 8;
   static constexpr int producer_registers = groups == 3 ? 32 : 40;
-  static constexpr bool moves_registers = !(groups == 1 && ctas == 1);
-  static constexpr int consumer_registers = groups == 1 ? 216 : groups == 2 ? 232 : 160;
+  static constexpr bool moves_registers = launch_registers < 216;
+  static constexpr int consumer_registers =
+      (launch_registers * threads - 128 * producer_registers) / (128 * groups) / 8 * 8;
   static constexpr int own = tokens / split;  // tokens that this CTA finishes
   static constexpr int weight = tile_bytes(mode), x_bytes = tokens * 128,
                        stage_bytes = x_bytes + groups * weight;
@@ -43,6 +51,7 @@ struct GemmArgs {
   void* y;
   int m, n, np, kp, chunks;  // chunks of 16 ranks
   Dtype dtype;
+  bool gated;  // neighbouring 8 channels are gate and up of 8 outputs
 };
 
 // Position in the ring.

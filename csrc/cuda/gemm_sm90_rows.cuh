@@ -16,12 +16,13 @@ const char* launch_row(const LinearArgs& in, const Device& device, Stream stream
   const void* kernel = reinterpret_cast<const void*>(gemm_sm90<C>);
   static_assert(C::shared <= 232448, "more shared memory than a multiprocessor has");
   static bool allowed[kMostDevices];
-  if (const char* wrong = allow_shared(kernel, C::shared, device, allowed)) return wrong;
+  if (const char* wrong = allow_shared(kernel, device.shared, device, allowed)) return wrong;
   CUtensorMap x, y;
   if (const char* wrong = tensor_map(&x, in.codes, 1, in.kp, in.m, 128, C::tokens)) return wrong;
   if (in.dtype == Dtype::kFloat32)
     y = x;
-  else if (const char* wrong = tensor_map(&y, in.y, 2, in.n, in.m, 64, C::own))
+  else if (const char* wrong = in.gated ? tensor_map(&y, in.y, 2, in.n / 2, in.m, 32, C::own)
+                                        : tensor_map(&y, in.y, 2, in.n, in.m, 64, C::own))
     return wrong;
   GemmArgs a{in.weight,
              in.channel,
@@ -35,13 +36,17 @@ const char* launch_row(const LinearArgs& in, const Device& device, Stream stream
              in.np,
              in.kp,
              in.rank / 16,
-             in.dtype};
+             in.dtype,
+             in.gated};
   const int tiles = in.np / C::channels * ((in.m + C::tokens - 1) / C::tokens),
             slots = device.multiprocessors * C::ctas;
   const int waves = (tiles + slots - 1) / slots;
   const int grid = C::persistent ? (tiles + waves - 1) / waves : tiles * C::split;
   void* args[] = {&x, &y, &a};
-  return start(kernel, grid, C::threads, C::shared, C::split, device, stream, args);
+  // A multiprocessor each: early CTAs would else pair up on those that are free first.
+  constexpr int kAlone = 116 * 1024;
+  const bool alone = C::ctas > 1 && grid <= device.multiprocessors && C::shared < kAlone;
+  return start(kernel, grid, C::threads, alone ? kAlone : C::shared, C::split, device, stream, args);
 }
 
 template <Mode mode, Tile tile>

@@ -60,9 +60,23 @@ struct Gemv {
     if (a.rank) b.up = __ldg(static_cast<const uint4*>(a.up) + (size_t)group * 32 + lane);
   }
 
+  __device__ __forceinline__ const int8_t* x_at(int block, int half, int eight) const {
+    return a.codes + (size_t)min(g + 8 * eight, a.m - 1) * a.kp + block * 128 + half * 64 + t * 16;
+  }
+
   template <class T>
   __device__ __forceinline__ void multiply(const Batch<mode>& b, Walk w, T (&acc)[kEights][4]) const {
     const int first = begin + w.batch * kBlocks;
+    // All of a batch at once, so that their latencies pass together; rows beyond M repeat the last one. No
+    // __ldg: it may rise above the wait for the grid that writes the codes.
+    uint4 xs[kBlocks][2][kEights];
+#pragma unroll
+    for (int i = 0; i < kBlocks; i++)
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int e = 0; e < kEights; e++)
+          xs[i][h][e] = *reinterpret_cast<const uint4*>(x_at(max(min(first + i, end - 1), 0), h, e));
 #pragma unroll
     for (int i = 0; i < kBlocks; i++) {
       if (first + i >= end) break;
@@ -72,10 +86,7 @@ struct Gemv {
         unpack<mode>(b.codes[i][h], steps_of(b.scales[i].x, h), a0, a1);
 #pragma unroll
         for (int e = 0; e < kEights; e++) {
-          uint4 x = make_uint4(0, 0, 0, 0);
-          if (g + 8 * e < a.m)  // no __ldg: it may rise above the wait for the grid that writes the codes
-            x = *reinterpret_cast<const uint4*>(a.codes + (size_t)(g + 8 * e) * a.kp + (first + i) * 128 +
-                                                h * 64 + t * 16);
+          const uint4 x = xs[i][h][e];
           if constexpr (mode == kW4Group) {
             const float2 s = half2_float2(h ? b.scales[i].y : b.scales[i].x);
             int c[4] = {0, 0, 0, 0};

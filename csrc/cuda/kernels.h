@@ -57,6 +57,9 @@ struct LinearArgs {
   int rank;               //
   Mode mode;              //
   Dtype dtype;            //
+  // Hopper's GEMM: y [m, n / 2] = silu(gate) * up; rows 16 i .. 16 i + 7 of the weight are those of the gate,
+  // the next eight those of up.
+  bool gated;
 };
 
 struct Device {
@@ -149,6 +152,8 @@ const char* launch_inverse_rms(const void* x, float* out, int m, int k, float ep
                                Stream);
 const char* launch_guided_score(const ScoreArgs&, const Device&, Stream);
 const char* launch_attention(const AttentionArgs&, const Device&, Stream);
+bool launch_attention_sm90(const AttentionArgs&, const Device&, Stream,
+                           const char** wrong);  // false: not its case
 const char* launch_reveal(const RevealArgs&, const Device&, Stream);
 const char* query_device(int index, Device*);  // cached, one entry a device
 

@@ -17,17 +17,19 @@ static const char* encoder(Encode* out) {
 }
 
 const char* tensor_map(CUtensorMap* map, const void* base, int element_bytes, uint64_t inner, uint64_t outer,
-                       uint32_t box_inner, uint32_t box_outer) {
+                       uint32_t box_inner, uint32_t box_outer, uint64_t stride_bytes) {
   Encode encode;
   if (const char* wrong = encoder(&encode)) return wrong;
-  const cuuint64_t size[2] = {inner, outer}, stride[1] = {inner * element_bytes};
+  const cuuint64_t size[2] = {inner, outer},
+                   stride[1] = {stride_bytes ? stride_bytes : inner * element_bytes};
   const cuuint32_t box[2] = {box_inner, box_outer}, step[2] = {1, 1};
-  const CUresult result = encode(
-      map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
-      const_cast<void*>(base), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
+             const_cast<void*>(base), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box_inner * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr
-                                : "a tensor map was refused (alignment of x or y: accepted are 16 bytes)";
+                                : "a tensor map was refused (alignment of a tensor: accepted are 16 bytes)";
 }
 
 const char* allow_shared(const void* kernel, int bytes, const Device& device, bool (&allowed)[kMostDevices]) {

@@ -65,8 +65,16 @@ LOWBIT_DEVICE void touch(T (&d)[N]) {  // keeps reads of the registers behind th
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
+template <int N>
+LOWBIT_DEVICE void touch(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 LOWBIT_DEVICE void named_barrier(int id, int n) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
+LOWBIT_DEVICE void named_arrive(int id, int n) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
 LOWBIT_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 LOWBIT_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -144,6 +152,9 @@ LOWBIT_DEVICE void sts128(uint32_t a, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
+LOWBIT_DEVICE void sts32(uint32_t a, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
 LOWBIT_DEVICE float2 lds_float2(uint32_t a) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
@@ -173,6 +184,9 @@ LOWBIT_DEVICE void stmatrix2(uint32_t a, uint32_t x, uint32_t y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y)
                : "memory");
 }
+LOWBIT_DEVICE void stmatrix1(uint32_t a, uint32_t x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(a), "r"(x) : "memory");
+}
 // Shared-memory operand of wgmma, K-major, rows of 128 B, 128B swizzle: 8-row groups are 1024 B apart; +32 B
 // of K is +2.
 LOWBIT_DEVICE uint64_t descriptor(uint32_t smem) {
@@ -180,8 +194,14 @@ LOWBIT_DEVICE uint64_t descriptor(uint32_t smem) {
          (uint64_t)1 << 62;
 }
 
-// The same without a swizzle: 8 rows of 16 B lie together; the next 16 B of K are 128 B on, the next rows 256
-// B.
+// The operand whose rows are K (V of an attention): rows of 64 elements, 128B swizzle, 8 rows of K 1024 B
+// apart; the next 64 elements of a row lie `wide` bytes on, the next 16 rows 2048.
+LOWBIT_DEVICE uint64_t row_descriptor(uint32_t smem, int wide) {
+  return (uint64_t)((smem & 0x3FFFF) >> 4) | (uint64_t)(wide >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+         (uint64_t)1 << 62;
+}
+// The same as `descriptor` without a swizzle: 8 rows of 16 B lie together; the next 16 B of K are 128 B on,
+// the next rows 256 B.
 LOWBIT_DEVICE uint64_t plain_descriptor(uint32_t smem) {
   return (uint64_t)((smem & 0x3FFFF) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(256 >> 4) << 32;
 }

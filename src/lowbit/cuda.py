@@ -141,15 +141,16 @@ class DeviceLinear(Kept):
     """y [..., N] of x [..., K] with 8-bit activations per token, for a weight that ``mma_tiles.refuses`` does not refuse.
 
     Two launches: rows of x to int8 (smoothing, Hadamard and the low rank's first half on the way), then the product
-    with the low rank's second half and the bias in its end.
+    with the low rank's second half and the bias in its end; ``gated`` with silu(gate) * up [..., N / 2] behind them, for
+    rows in the order of ``mma_tiles.gated_order`` where ``ops_cuda.gates``.
     """
 
     weight: Tensor
     channel: Tensor
 
-    def __init__(self, q: QuantizedWeight) -> None:
+    def __init__(self, q: QuantizedWeight, gated: bool = False) -> None:
         super().__init__()
-        self.n, self.k, self.hadamard = q.n, q.k, bool(q.hadamard)
+        self.n, self.k, self.hadamard, self.gated = q.n, q.k, bool(q.hadamard), gated
         self.bits, self.group_size = q.bits, q.group_size
         self.dtypes = (q.scales.dtype, None if q.low_rank is None else q.low_rank.down.dtype)
         tiles = mma_tiles.pack(q)
@@ -169,7 +170,7 @@ class DeviceLinear(Kept):
     ) -> Tensor:
         """What stands before the layer goes into its quantizer: silu(gate) * up of x [..., 2K]; x added to ``residual``
         [..., K], in place; RMS norm with ``norm`` float32 [K] and ``eps``."""
-        few = x.numel() // x.shape[-1] <= FEW and self.mode != mma_tiles.W8
+        few = x.numel() // x.shape[-1] <= FEW and self.mode != mma_tiles.W8 and not self.gated
         codes, scales, low = ops_cuda.quantize(
             x, residual=residual, norm=norm, eps=eps, silu=silu, smooth=self.smooth, down=self.down,
             hadamard=self.hadamard, tile_order=not few,
@@ -178,9 +179,9 @@ class DeviceLinear(Kept):
         dtype = x.dtype if self.n % 8 == 0 else torch.float32
         row = ops_cuda.GEMV if few else -1
         y = ops_cuda.linear(
-            codes, scales, low, self.weight, self.channel, self.bias, self.up, self.n, self.mode, dtype, row
+            codes, scales, low, self.weight, self.channel, self.bias, self.up, self.n, self.mode, dtype, row, self.gated
         )
-        return y.to(x.dtype).reshape(*x.shape[:-1], self.n)
+        return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
     def weights(self) -> tuple[Tensor, Tensor, None, LowRank | None]:
         """(codes, scales, no zeros, low rank) as QuantizedWeight has them; the low rank up to a power of two between its

@@ -29,7 +29,7 @@ SCHEMAS = (
     "cuda_quantize(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, int rank, "
     "bool hadamard, bool silu, bool tile_order) -> (Tensor, Tensor, Tensor)",
     "cuda_linear(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, Tensor? bias, Tensor? up, "
-    "int n, int mode, int out, int row=-1) -> Tensor",
+    "int n, int mode, int out, int row=-1, bool gated=False) -> Tensor",
     "cuda_quantize4(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, int rank, "
     "bool hadamard, bool silu, float clip) -> (Tensor, Tensor, Tensor, Tensor)",
     "cuda_linear4(Tensor codes, Tensor group_scales, Tensor scales, Tensor? low, Tensor weight, Tensor weight_scales, "

@@ -111,8 +111,9 @@ def _(
     mode: int,
     out: int,
     row: int = -1,
+    gated: bool = False,
 ) -> Tensor:
-    return codes.new_empty(codes.shape[0], n, dtype=ops.DTYPES[out])
+    return codes.new_empty(codes.shape[0], n // 2 if gated else n, dtype=ops.DTYPES[out])
 
 
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_norm_rope")  # type: ignore[untyped-decorator]
@@ -270,14 +271,16 @@ def linear(
     mode: int,
     dtype: torch.dtype,
     row: int = -1,
+    gated: bool = False,
 ) -> Tensor:
     """y [M, n] = scales * (channel * (codes . weight) + up . low) + bias, from what quantize and mma_tiles give.
 
     ``row``: GEMV (M <= 16, codes in plain order), PORTABLE (the GEMM for any chip), -1 the chip's best GEMM, else that
-    row of Hopper's tiles.
+    row of Hopper's tiles. ``gated`` (where ``gates``): silu(gate) * up [M, n / 2] in float32, rounded once, of a weight
+    whose rows are in the order of mma_tiles.gated_order.
     """
     _on_gpu("codes", codes)
-    y: Tensor = _linear(codes, scales, low, weight, channel, bias, up, n, mode, _out(dtype), row)
+    y: Tensor = _linear(codes, scales, low, weight, channel, bias, up, n, mode, _out(dtype), row, gated)
     return y
 
 
@@ -354,6 +357,11 @@ def linear4(
         codes, group_scales, scales, low, weight, weight_scales, bias, up, n, _out(dtype)
     )
     return y
+
+
+def gates(device: torch.device) -> bool:
+    """Whether ``linear`` can end with silu(gate) * up there: Hopper's GEMM can."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def has_int4(device: torch.device | str | int) -> bool:

@@ -4,7 +4,7 @@
               └ norm ─ qkv ─ norm_rope ─ attention ─ o ┴ norm ─ gate_up ─ silu·mul ─ down ┘
 
 Per layer that is four products, the norm and rotation of queries and keys, and attention (packed_attention.py). On a CUDA device with
-integer weights adding, norm, silu·mul and rounding are inside the products' quantizers (packed_linears.py): ten launches.
+integer weights adding, norm, silu·mul and rounding are inside the products and their quantizers (packed_linears.py): ten launches.
 Nothing in a forward waits for the device, so it can be captured in a CUDA graph.
 """
 
@@ -137,7 +137,7 @@ class Backbone:
         made: dict[str, Product] = {}
         for group, names in GROUPS.items():
             members = {f"layers.{index}.{name}": linears[f"layers.{index}.{name}"] for name in names}
-            made[group], shared = product_of(members, self.precisions, weights)
+            made[group], shared = product_of(members, self.precisions, weights, group == "gate_up")
             self._undo.callback(unshare, shared)
             self.kinds[f"layers.{index}.{group}"] = made[group].kind
             if why := reasons(made[group]):
@@ -205,7 +205,7 @@ class Backbone:
             q, k, v = rotate(qkv, layer)
             y = layer.o(attend(q, k, v, layer.scale).flatten(1))
             y = layer.gate_up(y, stream, layer.post_norm)
-            y = layer.down(y, silu=True)
+            y = layer.down(y, silu=not layer.gate_up.gated)
             added = stream
         if rows is not None:
             stream, y = stream[rows], y[rows]

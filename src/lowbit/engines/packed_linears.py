@@ -43,6 +43,7 @@ class Norm(NamedTuple):
 
 class Product(Protocol):
     kind: str  # what `Backbone.explain` says
+    gated: bool  # its rows are gate and up, and it gives silu(gate) * up
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
@@ -62,6 +63,8 @@ def before(x: Tensor, residual: Tensor | None, norm: Norm | None, silu: bool) ->
 class FloatProduct:
     """weight [N, K] in the model's dtype."""
 
+    gated = False
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias, self.kind = weight, bias, str(weight.dtype).removeprefix("torch.")
 
@@ -73,6 +76,8 @@ class FloatProduct:
 
 class LayerProduct:
     """A QuantLinear: every CPU tier, and on CUDA what the tiles do not take."""
+
+    gated = False
 
     def __init__(self, layer: QuantLinear, why: str | None = None) -> None:
         self.layer, self.why = layer, why
@@ -88,9 +93,9 @@ class LayerProduct:
 class TileProduct:
     """Two launches on CUDA: everything before the product with the quantizer, then the product. 8-bit activations."""
 
-    def __init__(self, q: QuantizedWeight) -> None:
-        self.layer = DeviceLinear(q)
-        self.kind = f"cuda_tiles w{q.bits}, activations int8 a row"
+    def __init__(self, q: QuantizedWeight, gated: bool = False) -> None:
+        self.layer, self.gated = DeviceLinear(in_turn(q) if gated else q, gated), gated
+        self.kind = f"cuda_tiles w{q.bits}, activations int8 a row" + (", then silu(gate) * up" if gated else "")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
@@ -102,6 +107,8 @@ class TileProduct:
 
 class Int4Product:
     """The same with 4-bit activations on INT4 tensor cores."""
+
+    gated = False
 
     def __init__(self, q: QuantizedWeight) -> None:
         self.layer = FourBitLinear(q, 1.0 if q.activation is None else q.activation.clip)
@@ -117,6 +124,8 @@ class Int4Product:
 
 class SideBySide:
     """Siblings that cannot be one weight: what comes before runs once, the outputs are laid side by side."""
+
+    gated = False
 
     def __init__(self, products: Sequence[Product], why: str) -> None:
         self.products = list(products)
@@ -193,6 +202,20 @@ def fuse(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | str:
     )
 
 
+def in_turn(q: QuantizedWeight) -> QuantizedWeight:
+    """Gate and up as ``fuse`` joins them, in the order of rows that a gated product takes."""
+    rows = mma_tiles.gated_order(q.n).to(q.codes.device)
+    low = None if q.low_rank is None else LowRank(q.low_rank.down, q.low_rank.up[rows])
+    return q.with_(
+        codes=q.codes[rows],
+        scales=q.scales[rows],
+        zeros=None if q.zeros is None else q.zeros[rows],
+        low_rank=low,
+        bias=None if q.bias is None else q.bias[rows],
+        notes=(),
+    )
+
+
 def _low_ranks(weights: Sequence[QuantizedWeight]) -> LowRank | None:
     present = [(at, q.low_rank) for at, q in enumerate(weights) if q.low_rank is not None and q.low_rank.down.shape[1]]
     if not present:
@@ -225,15 +248,16 @@ def nearest(linear: nn.Linear, precision: str) -> QuantizedWeight:
     return q.with_(bias=None if linear.bias is None else linear.bias.detach())
 
 
-def integer_product(q: QuantizedWeight, precision: str) -> Product:
-    """The fastest product of a weight on its device in ``precision`` (w8a8, w4a8, w4a4).
+def integer_product(q: QuantizedWeight, precision: str, gate: bool = False) -> Product:
+    """The fastest product of a weight on its device in ``precision`` (w8a8, w4a8, w4a4); of gate and up with silu(gate) *
+    up behind it where ``gate`` and the chip's GEMM can.
 
     w4a4 runs 4-bit activations where the chip multiplies 4-bit numbers by itself, and 8-bit ones elsewhere.
     """
     device, why = q.codes.device, off_tiles(q, q.codes.device)
     if device.type == "cuda" and why is None:
         four = INTEGERS[precision][1] == 4 and q.bits == 4 and q.k % 64 == 0 and ops_cuda.has_int4(device)
-        return Int4Product(q) if four else TileProduct(q)
+        return Int4Product(q) if four else TileProduct(q, gate and q.n % 16 == 0 and ops_cuda.gates(device))
     return LayerProduct(QuantLinear.from_quantized(q), why)
 
 
@@ -250,9 +274,13 @@ def reasons(product: Product) -> list[str]:
 
 
 def product_of(
-    linears: Mapping[str, nn.Linear], precisions: Mapping[str, str], weights: Mapping[str, QuantizedWeight]
+    linears: Mapping[str, nn.Linear],
+    precisions: Mapping[str, str],
+    weights: Mapping[str, QuantizedWeight],
+    gate: bool = False,
 ) -> tuple[Product, list[Tensor]]:
-    """The product of sibling linears {name: linear}, each with a precision; and the parameters that now share memory."""
+    """The product of sibling linears {name: linear}, each with a precision; and the parameters that now share memory.
+    ``gate``: they are gate and up, see ``integer_product``."""
     chosen = {precisions[name] for name in linears}
     shared: list[Tensor] = []
     if len(chosen) > 1:
@@ -272,7 +300,7 @@ def product_of(
     values = [_value(name, linear, precision, weights) for name, linear in linears.items()]
     joined = fuse(values)
     if isinstance(joined, QuantizedWeight):
-        return integer_product(joined, precision), shared
+        return integer_product(joined, precision, gate), shared
     return SideBySide([integer_product(q, precision) for q in values], joined), shared
 
 

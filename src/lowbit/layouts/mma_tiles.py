@@ -104,6 +104,12 @@ class Rows(NamedTuple):
     scales: Tensor  # float32 [KP / 64, NP]
 
 
+def gated_order(n: int) -> Tensor:
+    """int64 [N]: the rows of a gate and of its up, N / 2 each, eight and eight in turn, as a GEMM that ends with
+    silu(gate) * up takes them (N a multiple of 16)."""
+    return torch.arange(n).view(2, n // 16, 8).transpose(0, 1).flatten()
+
+
 def pack_rows(q: QuantizedWeight) -> Rows:
     """For a 4-bit weight that ``refuses`` does not refuse."""
     rows, columns = -q.n % 128, -q.k % K_STEP

@@ -290,15 +290,16 @@ def test_a_state_dict_of_packed_bytes_is_refused(name: str) -> None:
                 strict=strict)  # fmt: skip
 
 
-def test_float16_storage() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float16_storage(device: str) -> None:
     made = QuantLinear.from_half(torch.randn(24, 50, generator=generator("half")), torch.ones(24))
     state = made.state_dict()
     assert {name: t.dtype for name, t in state.items()} == {"weight": torch.float16, "bias": torch.float32}
-    other = QuantLinear.from_half(torch.zeros(24, 50), torch.zeros(24))
+    other = QuantLinear.from_half(torch.zeros(24, 50), torch.zeros(24)).to(device)
     place = other.packed.data_ptr()
     other.load_state_dict(state)
-    x = rows(3, 50)
-    assert other.packed.data_ptr() == place and torch.equal(other(x), made(x))
+    x = rows(3, 50).to(device)
+    assert other.packed.data_ptr() == place and torch.equal(other(x), made.to(device)(x))
     for bad, said in (
         ({**state, "weight": state["weight"][:, 1:]}, r"weight: found float16 \[24, 49\], accepted is floating point"),
         ({**state, "weight": state["weight"].float() * 1e6}, "weight: found .*, accepted with float16 storage"),

@@ -227,7 +227,7 @@ class Held(Kept):
         here = next(iter(given.values())).device if self.packed.is_meta else self.packed.device
         there = {name: t.detach().to(here) for name, t in given.items()}
         made = (
-            self.half_anew(*state.half(self, there, prefix))
+            self.half_anew(*state.half(self, there, prefix)).to(here)
             if self.bits == 16
             else self.packed_anew(state.plain(self, there, prefix))
         )

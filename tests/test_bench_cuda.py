@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from lowbit import ops_cuda
-from lowbit.bench import cuda_layers, layers
+from lowbit.bench import cuda_layers, cuda_peers, layers
 from lowbit.types import FormatError
 
 CPU = torch.device("cpu")
@@ -49,6 +51,39 @@ def test_rounds_go_over_all_competitors_and_a_time_is_a_median_a_copy() -> None:
     assert timer.log == [0, 1, 2, 3] * 3  # cold and warm of a, of b, and again
     assert found == {"no": "no such kernel", "a": (20, 2), "b": (20, 2)}  # medians 40, 4 and 60, 6, of 2 and 3 copies
     assert timer.prepared[1] == calls["a"][:1] * 2 and timer.prepared[3] == calls["b"][:1] * 3
+
+
+def test_what_takes_long_has_three_rounds_and_any_exception_costs_its_own_row() -> None:
+    def silent() -> None:
+        raise AttributeError
+
+    long = cuda_layers.LONG_US / 2
+    timer = Told(*(long, 2, 10, 1), *(long, 2, 10, 1), *(long, 2, 10, 1), *(2, 10, 1) * 2)
+    found = cuda_layers.race({"slow": [int], "silent": [silent], "b": [int]}, timer, repeats=5)
+    assert found == {"silent": "AttributeError", "slow": (long, 2), "b": (10, 1)}
+    assert timer.log == [0, 1, 2, 3] * 3 + [1, 2, 3] * 2
+
+
+def test_a_chip_without_int4_is_told(monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr(ops_cuda, "has_int4", lambda device: False)
+    lines = list(cuda_layers.run_shape(128, 256, [1], ["w4ch"], CPU, Told()))
+    assert [x["left_out"] for x in lines if x["name"] == "lowbit w4a4"] == [
+        "the chip has no INT4 tensor cores (8.0, 8.6 and 8.9 have)"
+    ]
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 2048])
+def test_torch_takes_what_the_peers_are_given(m: int) -> None:
+    """By torch's own shape functions, for every shape that is run unasked: fakes of CUDA tensors, no GPU."""
+    device = torch.device("cuda")
+    with FakeTensorMode(), torch.inference_mode():
+        for n, k in cuda_layers.SHAPES:
+            x = torch.empty(m, k, device=device, dtype=torch.float16)
+            makers = (partial(cuda_peers.floats, torch.bfloat16), cuda_peers.fp8, cuda_peers.int8, cuda_peers.tinygemm)
+            for make in makers:
+                (side,) = make(n, k, 2, device)
+                outs: list[Any] = [call() for call in side.calls(x)]
+                assert len(outs) == 2 and all(y.shape[1] == n and m <= len(y) <= m + 23 for y in outs), side.name
 
 
 @pytest.fixture

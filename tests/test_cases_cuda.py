@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lowbit import dispatch, native, ops, ops_cuda
-from lowbit.cuda import FloatLinear
 from lowbit.layouts import mma_tiles
 from lowbit.nn import QuantLinear
 from lowbit.types import FormatError, LowRank, QuantizedWeight
@@ -517,12 +516,6 @@ def test_tiles_refuse_by_name() -> None:
         assert why in (mma_tiles.refuses(bad) or "")
         with pytest.raises(FormatError, match="weight: .*" + why):
             mma_tiles.pack(bad)
-
-
-def test_a_layer_that_runs_in_float_alone_is_in_its_state_dict() -> None:
-    q = QuantizedWeight(torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 1), 64, 4)
-    assert {"codes", "scales"} <= set(FloatLinear(q, alone=True).state_dict())
-    assert not FloatLinear(q).state_dict()  # beside another part that carries the weight
 
 
 def test_a_layer_names_x() -> None:

@@ -36,33 +36,50 @@ struct Block4 {
   static constexpr int shared = kStages * stage > out_bytes ? kStages * stage : out_bytes;
 };
 
-// Rows of 128 B: codes [rows][kp / 2], bytes block * 128 of each.
-template <int rows>
-LOWBIT_DEVICE void load_rows(uint32_t to, const uint8_t* codes, int stride, int block, int first, int most) {
-  for (int i = threadIdx.x; i < rows * 8; i += kThreads) {
-    const int row = i / 8, c = i % 8;
-    ptx::copy16(to + row * 128 + ((c ^ (row & 7)) * 16),
-                codes + (size_t)min(first + row, most - 1) * stride + block * 128 + c * 16);
-  }
-}
-// Scales of four groups: [groups][width], `count` of them from `first`; the width is a multiple of 128.
-template <int count>
-LOWBIT_DEVICE void load_scales(uint32_t to, const float* scales, int width, int block, int first) {
-  for (int i = threadIdx.x; i < kGroups * count / 4; i += kThreads) {
-    const int g = i / (count / 4), c = i % (count / 4);
-    ptx::copy16(to + (g * count + c * 4) * 4, scales + (size_t)(block * kGroups + g) * width + first + c * 4);
-  }
-}
-
+// What a thread copies of every block: a chunk of every 32nd row on both sides, and in threads 0 .. 127 16
+// bytes of the weight's scales, in those after them of x's. Its addresses are made once and move by a
+// constant between blocks: loops over threadIdx.x were 120 of the 640 instructions of a pass.
 template <int kTokens>
-LOWBIT_DEVICE void load_block(const Int4Args& a, uint32_t to, int block, int n0, int m0) {
+struct Copies {
   using B = Block4<kTokens>;
-  load_rows<kTokens>(to, a.codes, a.kp / 2, block, m0, a.m);
-  load_rows<kChannels>(to + B::w_at, a.weight, a.kp / 2, block, n0, a.np);
-  load_scales<kChannels>(to + B::sw_at, a.weight_scales, a.np, block, n0);
-  load_scales<kTokens>(to + B::sa_at, a.group_scales, a.mp, block, m0);
-  ptx::commit_copies();
-}
+  static constexpr int rows = kThreads / 8;
+  const uint8_t* x[kTokens / rows];
+  const uint8_t* w[kChannels / rows];
+  const float* scales;
+  size_t next_groups;  // elements to the scales of the next block
+  uint32_t at, scales_at;
+
+  __device__ __forceinline__ Copies(const Int4Args& a, int n0, int m0) {
+    const int row = threadIdx.x / 8, c = threadIdx.x % 8, stride = a.kp / 2;
+#pragma unroll
+    for (int i = 0; i < kTokens / rows; i++)
+      x[i] = a.codes + (size_t)min(m0 + row + rows * i, a.m - 1) * stride + c * 16;
+#pragma unroll
+    for (int i = 0; i < kChannels / rows; i++)
+      w[i] = a.weight + (size_t)(n0 + row + rows * i) * stride + c * 16;
+    at = row * 128 + ((c ^ (row & 7)) * 16);
+    const bool of_weight = threadIdx.x < kChannels;
+    const int quads = (of_weight ? kChannels : kTokens) / 4, i = threadIdx.x - (of_weight ? 0 : kChannels);
+    const int width = of_weight ? a.np : a.mp;
+    scales = (of_weight ? a.weight_scales + n0 : a.group_scales + m0) + (size_t)(i / quads) * width +
+             i % quads * 4;
+    next_groups = (size_t)kGroups * width;
+    scales_at = B::sw_at + threadIdx.x * 16;
+    asm volatile("" : "+r"(at), "+r"(scales_at));  // or the compiler makes them anew for every block
+  }
+  __device__ __forceinline__ void start(uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < kTokens / rows; i++) ptx::copy16(stage + at + i * rows * 128, x[i]);
+#pragma unroll
+    for (int i = 0; i < kChannels / rows; i++) ptx::copy16(stage + at + B::w_at + i * rows * 128, w[i]);
+    if (scales_at < B::sw_at + (kChannels + kTokens) * 16) ptx::copy16(stage + scales_at, scales);
+#pragma unroll
+    for (int i = 0; i < kTokens / rows; i++) x[i] += kBlock / 2;
+#pragma unroll
+    for (int i = 0; i < kChannels / rows; i++) w[i] += kBlock / 2;
+    scales += next_groups;
+  }
+};
 
 template <int kTokens>
 __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
@@ -76,24 +93,24 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
   const int blocks = a.kp / kBlock;
   ptx::let_next_grid_start();
   ptx::previous_grid();
+  Copies<kTokens> copies(a, n0, m0);
 #pragma unroll
   for (int s = 0; s < kStages - 1; s++) {
-    if (s < blocks)
-      load_block<kTokens>(a, smem + s * B::stage, s, n0, m0);
-    else
-      ptx::commit_copies();
+    if (s < blocks) copies.start(smem + s * B::stage);
+    ptx::commit_copies();
   }
+  // Where a lane reads in a stage; another pair or group is an exclusive or away, another row a constant.
+  const uint32_t w_lane = B::w_at + (first_channel + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) * 16);
+  const uint32_t x_lane = (first_token + (lane & 7)) * 128 + (((lane >> 3) ^ (lane & 7)) * 16);
+  const uint32_t sw_lane = B::sw_at + (first_channel + g) * 4, sa_lane = B::sa_at + (first_token + 2 * t) * 4;
+  uint32_t x = smem, left = smem + (kStages - 1) * B::stage;  // this block's stage, and the one before
   float acc[2][B::eights][4] = {};
 #pragma unroll 1
   for (int block = 0; block < blocks; block++) {
     ptx::wait_copies<kStages - 2>();
     __syncthreads();  // the block is there, and everybody has left the stage that is loaded next
-    const int next = block + kStages - 1;
-    if (next < blocks)
-      load_block<kTokens>(a, smem + next % kStages * B::stage, next, n0, m0);
-    else
-      ptx::commit_copies();
-    const uint32_t x = smem + block % kStages * B::stage, w = x + B::w_at;
+    if (block + kStages - 1 < blocks) copies.start(left);
+    ptx::commit_copies();
 #pragma unroll
     for (int pair = 0; pair < kGroups / 2; pair++) {  // two groups share the loads of x
       uint4 wa[2][2];
@@ -102,20 +119,17 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
       for (int h = 0; h < 2; h++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int row = first_channel + 16 * i + (lane & 15), chunk = 2 * (2 * pair + h) + (lane >> 4);
-          wa[h][i] = ptx::ldmatrix4(w + row * 128 + ((chunk ^ (row & 7)) * 16));
-          const uint32_t s = x + B::sw_at + ((2 * pair + h) * kChannels + first_channel + 16 * i + g) * 4;
+          wa[h][i] = ptx::ldmatrix4(x + (w_lane ^ (64 * pair + 32 * h)) + 16 * 128 * i);
+          const uint32_t s = x + sw_lane + ((2 * pair + h) * kChannels + 16 * i) * 4;
           sw[h][i][0] = __uint_as_float(ptx::lds32(s)), sw[h][i][1] = __uint_as_float(ptx::lds32(s + 32));
         }
       }
 #pragma unroll
       for (int j = 0; j < B::eights; j++) {
-        const int row = first_token + 8 * j + (lane & 7), chunk = 4 * pair + (lane >> 3);
-        const uint4 b = ptx::ldmatrix4(x + row * 128 + ((chunk ^ (row & 7)) * 16));
+        const uint4 b = ptx::ldmatrix4(x + (x_lane ^ (64 * pair)) + 8 * 128 * j);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float2 sa =
-              ptx::lds_float2(x + B::sa_at + ((2 * pair + h) * kTokens + first_token + 8 * j + 2 * t) * 4);
+          const float2 sa = ptx::lds_float2(x + sa_lane + ((2 * pair + h) * kTokens + 8 * j) * 4);
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             int c[4];
@@ -128,6 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_int4(const Int4Args a) {
         }
       }
     }
+    left = x, x = x + B::stage == smem + kStages * B::stage ? smem : x + B::stage;
   }
   ptx::wait_copies<0>();
   __syncthreads();  // the output takes the place of the stages

@@ -15,16 +15,16 @@ FEW = 16  # rows of x up to which the GEMV runs
 
 
 class Kept(torch.nn.Module):
-    """Buffers that never change dtype with ``half()`` and the like."""
+    """Buffers that never change dtype with ``half()`` and the like, and that no state_dict holds: they are packed."""
 
     bias: Tensor | None
     smooth: Tensor | None
     down: Tensor | None
     up: Tensor | None
 
-    def keep(self, persistent: bool, **tensors: Tensor | None) -> None:
+    def keep(self, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=persistent)
+            self.register_buffer(name, tensor, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Kept:
         for name, buffer in self._buffers.items():
@@ -56,7 +56,7 @@ class FourBitLinear(Kept):
         super().__init__()
         self.n, self.hadamard, self.clip = q.n, bool(q.hadamard), clip
         rows = mma_tiles.pack_rows(q)
-        self.keep(False, weight=rows.weight, scales=rows.scales, **_sides(q, 128))
+        self.keep(weight=rows.weight, scales=rows.scales, **_sides(q, 128))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x)
@@ -81,8 +81,7 @@ class FourBitLinear(Kept):
 class FloatLinear(Kept):
     """Float activations: the weight is made float anew for every call, and cuBLAS multiplies in the dtype of x.
 
-    For what the integer kernels do not take: zero points, odd groups, permuted columns, ``activation=None``. ``alone``:
-    no other part of the layer holds the weight, so that a state_dict has to carry it.
+    For what the integer kernels do not take: zero points, odd groups, permuted columns, ``activation=None``.
     """
 
     codes: Tensor
@@ -90,7 +89,7 @@ class FloatLinear(Kept):
     zeros: Tensor | None
     perm: Tensor | None
 
-    def __init__(self, q: QuantizedWeight, alone: bool = False) -> None:
+    def __init__(self, q: QuantizedWeight) -> None:
         super().__init__()
         self.k, self.group_size, self.bits, self.hadamard = q.k, q.group_size, q.bits, q.hadamard
         self.dtypes = (q.scales.dtype, torch.float32 if q.low_rank is None else q.low_rank.down.dtype)
@@ -100,7 +99,6 @@ class FloatLinear(Kept):
             codes = codes[:, ::2] | codes[:, 1::2] << 4
         low = q.low_rank if q.low_rank is not None and q.low_rank.down.shape[1] else None
         self.keep(
-            alone,
             codes=codes.contiguous(),
             scales=q.scales.float(),
             zeros=q.zeros,
@@ -152,10 +150,14 @@ class DeviceLinear(Kept):
         super().__init__()
         self.n, self.k, self.hadamard, self.gated = q.n, q.k, bool(q.hadamard), gated
         self.bits, self.group_size = q.bits, q.group_size
-        self.dtypes = (q.scales.dtype, None if q.low_rank is None else q.low_rank.down.dtype)
+        self.dtype = q.scales.dtype
         tiles = mma_tiles.pack(q)
         self.mode = tiles.mode
-        self.keep(True, weight=tiles.weight, channel=tiles.channel, **_sides(q, 64))
+        sides = _sides(q, mma_tiles.CHANNELS)
+        self.keep(weight=tiles.weight, channel=tiles.channel, **sides)
+        self.factors: LowRank | None = None  # in host memory, where the packed ones are not those of the checkpoint
+        if q.low_rank is not None and not self._exact(q.low_rank):
+            self.factors = LowRank(*(t.detach().cpu() for t in q.low_rank))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x)
@@ -184,15 +186,24 @@ class DeviceLinear(Kept):
         return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
     def weights(self) -> tuple[Tensor, Tensor, None, LowRank | None]:
-        """(codes, scales, no zeros, low rank) as QuantizedWeight has them; the low rank up to a power of two between its
-        factors."""
+        """(codes, scales, no zeros, low rank) as QuantizedWeight has them, bit for bit."""
         tiles = mma_tiles.Tiles(self.weight, self.channel, self.mode)
         codes, scales = mma_tiles.unpack(tiles, self.n, self.k)
         if self.group_size == self.k:
             scales = scales[:, :1]
         else:
             scales = scales[:, :: self.group_size // mma_tiles.GROUP]
-        low = None
-        if self.down is not None and self.up is not None:
-            low = mma_tiles.unpack_branch(mma_tiles.Branch(self.down, self.up), self.n, self.k)
-        return codes, scales.to(self.dtypes[0]).contiguous(), None, low
+        low = self._unpacked() if self.factors is None else LowRank(*(t.to(self.weight.device) for t in self.factors))
+        return codes, scales.to(self.dtype).contiguous(), None, low
+
+    def _unpacked(self) -> LowRank | None:
+        if self.down is None or self.up is None:
+            return None
+        return mma_tiles.unpack_branch(mma_tiles.Branch(self.down, self.up), self.n, self.k)
+
+    def _exact(self, low_rank: LowRank) -> bool:
+        """Whether the packed factors are these: they hold float16, balanced by powers of two."""
+        mine = self._unpacked()
+        if mine is None:
+            return True
+        return all(torch.equal(a.to(b.dtype), b) for a, b in zip(mine, low_rank, strict=True))

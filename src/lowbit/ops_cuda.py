@@ -1,4 +1,4 @@
-"""The operators of the CUDA library, their shapes for torch.compile, and nothing else.
+"""The operators of the CUDA library, typed, and nothing else. What they give for torch.compile is in ops_cuda_shapes.py.
 
 The schemas are in _C (csrc/torch_ops.cpp), so that every build of torch can trace them; the kernels are in _cuda13, which
 is loaded where torch was built with CUDA 13.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import native, ops
+from . import ops_cuda_shapes as ops_cuda_shapes  # registers
 from .types import FormatError
 
 _OPS = getattr(torch.ops, ops.NAMESPACE)
@@ -71,98 +72,6 @@ def _rank_of(down: Tensor | None) -> int:
     if down.dim() != 4:
         raise FormatError(f"down: found shape {list(down.shape)}, accepted is [R / 16, K / 16, 32, 8]")
     return down.shape[0] * 16
-
-
-def _rows_of(x: Tensor, rank: int, silu: bool) -> tuple[int, int, Tensor]:
-    """Of what the two quantizers give: rows, columns padded, the low rank's half."""
-    if not x.dim() or not x.shape[-1]:
-        raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., K]")
-    m, k = x.numel() // x.shape[-1], x.shape[-1] // (2 if silu else 1)
-    return m, -(-k // 256) * 256, x.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_quantize")  # type: ignore[untyped-decorator]
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    smooth: Tensor | None,
-    down: Tensor | None,
-    rank: int,
-    hadamard: bool,
-    silu: bool,
-    tile_order: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, kp, low = _rows_of(x, rank, silu)
-    return x.new_empty(m, kp, dtype=torch.int8), x.new_empty(m, dtype=torch.float32), low
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear")  # type: ignore[untyped-decorator]
-def _(
-    codes: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    weight: Tensor,
-    channel: Tensor,
-    bias: Tensor | None,
-    up: Tensor | None,
-    n: int,
-    mode: int,
-    out: int,
-    row: int = -1,
-    gated: bool = False,
-) -> Tensor:
-    return codes.new_empty(codes.shape[0], n // 2 if gated else n, dtype=ops.DTYPES[out])
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_norm_rope")  # type: ignore[untyped-decorator]
-def _(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cosines: Tensor,
-    sines: Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-) -> None:
-    return None
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_inverse_rms")  # type: ignore[untyped-decorator]
-def _(x: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_dequantize")  # type: ignore[untyped-decorator]
-def _(codes: Tensor, scales: Tensor, zeros: Tensor | None, k: int, group_size: int, bits: int, out: int) -> Tensor:
-    return codes.new_empty(codes.shape[0], k, dtype=ops.DTYPES[out])
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_guided_score")  # type: ignore[untyped-decorator]
-def _(
-    logits: Tensor,
-    guidance: Tensor,
-    penalty: Tensor,
-    temperature: Tensor,
-    noise: Tensor,
-    valid: Tensor,
-    tokens: Tensor,
-    mask_id: int,
-) -> tuple[Tensor, Tensor]:
-    _, b, t, c, _ = logits.shape
-    return logits.new_empty(b, c, t, dtype=torch.int64), logits.new_empty(b, c, t, dtype=torch.float32)
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_attention")  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_reveal")  # type: ignore[untyped-decorator]
-def _(tokens: Tensor, pred: Tensor, score: Tensor, k: Tensor) -> None:
-    return None
 
 
 def guided_score(
@@ -282,40 +191,6 @@ def linear(
     _on_gpu("codes", codes)
     y: Tensor = _linear(codes, scales, low, weight, channel, bias, up, n, mode, _out(dtype), row, gated)
     return y
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_quantize4")  # type: ignore[untyped-decorator]
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    smooth: Tensor | None,
-    down: Tensor | None,
-    rank: int,
-    hadamard: bool,
-    silu: bool,
-    clip: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, kp, low = _rows_of(x, rank, silu)
-    groups = x.new_empty(kp // 64, (m + 127) // 128 * 128, dtype=torch.float32)
-    return x.new_empty(m, kp // 2, dtype=torch.uint8), groups, x.new_empty(m, dtype=torch.float32), low
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear4")  # type: ignore[untyped-decorator]
-def _(
-    codes: Tensor,
-    group_scales: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    weight: Tensor,
-    weight_scales: Tensor,
-    bias: Tensor | None,
-    up: Tensor | None,
-    n: int,
-    out: int,
-) -> Tensor:
-    return codes.new_empty(codes.shape[0], n, dtype=ops.DTYPES[out])
 
 
 def quantize4(

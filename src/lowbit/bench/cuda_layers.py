@@ -2,8 +2,8 @@
 
 A graph holds one launch (ours "with quantize": two) for each of many copies of the weight, so that none is in L2 when
 its turn comes ("cold"); "warm" launches one copy over and over. All graphs of a case take turns; a time is the median of
-CUDA events around its replays, over the number of copies. Ours are random codes with rank 16 and a bias, the smoothed and
-rotated x rounded in "with quantize"; peers get their x rounded already, and no bias.
+CUDA events around its replays, over the number of copies. Ours are random codes with rank 16 and a bias; "with quantize"
+also rotates x, rounds it and takes the low rank's first half. Peers get their x rounded already, and no bias.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lowbit import ops_cuda
+from lowbit.bench import cuda_peers
+from lowbit.bench.cuda_peers import Side
 from lowbit.bench.timer import machine
 from lowbit.layouts import mma_tiles as tiles
 from lowbit.types import FormatError, LowRank, QuantizedWeight
@@ -26,7 +28,9 @@ MODES = {"w8": tiles.W8, "w4ch": tiles.CHANNEL, "w4two": tiles.TWO_LEVEL, "w4grp
 RANK = 16
 L2_BYTES = 128 << 20  # what the copies of a weight take together: more than twice the L2 of an H200 or L4
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 4096))  # the layer of OmniVoice, and one more
 BASE = "cuBLAS float16"  # what ratios are over
+LONG_US = 50_000.0  # all replays of a graph together; beyond it three are enough
 Calls = Sequence[Callable[[], object]]
 
 
@@ -44,6 +48,7 @@ class Graphs:
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def prepare(self, calls: Calls) -> torch.cuda.CUDAGraph:
+        self.stream.wait_stream(torch.cuda.current_stream())  # which made what the calls read
         with torch.cuda.stream(self.stream):
             for call in calls[:8]:  # what a call refuses, it refuses here, before a capture
                 call()
@@ -130,25 +135,17 @@ class Stack:
         return self.product(i, self.quantize(i, x, **before))
 
 
-class Side(NamedTuple):
-    """A competitor at one shape: ``calls(x)`` for x float16 [M, K], one for each copy of its weight."""
-
-    name: str
-    calls: Callable[[Tensor], list[Callable[[], object]]]
-
-
 def sides(n: int, k: int, device: torch.device, modes: Sequence[str]) -> Iterator[tuple[str, Callable[[], list[Side]]]]:
     """(name, what makes it): each may fail where the chip, the torch or the shape lacks it, and costs itself alone."""
     for mode in modes:
         yield f"lowbit {mode}", partial(_ours, mode, n, k, device)
-    if ops_cuda.has_int4(device):
-        yield "lowbit w4a4", partial(_int4, n, k, device)
+    yield "lowbit w4a4", partial(_int4, n, k, device)
     copies = max(2, -(-L2_BYTES // (n * k)))
     for dtype in (torch.float16, torch.bfloat16):
-        yield f"cuBLAS {str(dtype).removeprefix('torch.')}", partial(_float, dtype, n, k, copies, device)
-    yield "fp8 _scaled_mm", partial(_fp8, n, k, copies, device)
-    yield "int8 _int_mm", partial(_int8, n, k, copies, device)
-    yield "tinygemm int4", partial(_tinygemm, n, k, copies * 2, device)
+        yield f"cuBLAS {str(dtype).removeprefix('torch.')}", partial(cuda_peers.floats, dtype, n, k, copies, device)
+    yield "fp8 _scaled_mm", partial(cuda_peers.fp8, n, k, copies, device)
+    yield "int8 _int_mm", partial(cuda_peers.int8, n, k, copies, device)
+    yield "tinygemm int4", partial(cuda_peers.tinygemm, n, k, copies * 2, device)
 
 
 def _ours(mode: str, n: int, k: int, device: torch.device) -> list[Side]:
@@ -168,6 +165,8 @@ def _ours(mode: str, n: int, k: int, device: torch.device) -> list[Side]:
 
 def _int4(n: int, k: int, device: torch.device) -> list[Side]:
     """4-bit activations on INT4 tensor cores, two-level scales."""
+    if not ops_cuda.has_int4(device):
+        raise FormatError("the chip has no INT4 tensor cores (8.0, 8.6 and 8.9 have)")
     low = LowRank(torch.randn(k, RANK, device=device) / k**0.5, torch.randn(n, RANK, device=device) / 50)
     kept = (*tiles.pack_rows(weight("w4two", n, k, device)), *tiles.pack_branch(low, n, 128))
     copies = [[t.clone() for t in kept] for _ in range(max(2, -(-L2_BYTES // kept[0].numel())))]
@@ -192,63 +191,30 @@ def _int4(n: int, k: int, device: torch.device) -> list[Side]:
     ]
 
 
-def _float(dtype: torch.dtype, n: int, k: int, copies: int, device: torch.device) -> list[Side]:
-    w = [torch.randn(n, k, device=device).to(dtype) for _ in range(copies)]
-    name = f"cuBLAS {str(dtype).removeprefix('torch.')}"
-    return [Side(name, lambda x: [partial(torch.matmul, y, a.T) for y in (x.to(dtype),) for a in w])]
-
-
-def _fp8(n: int, k: int, copies: int, device: torch.device) -> list[Side]:
-    one = torch.ones((), device=device)
-    w = [torch.randn(n, k, device=device).to(torch.float8_e4m3fn) for _ in range(copies)]
-    call = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.float16)
-
-    def calls(x: Tensor) -> list[Callable[[], object]]:
-        y = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 16)).to(torch.float8_e4m3fn)
-        return [partial(call, y, a.T) for a in w]
-
-    return [Side("fp8 _scaled_mm", calls)]
-
-
-def _int8(n: int, k: int, copies: int, device: torch.device) -> list[Side]:
-    w = [torch.randint(-128, 128, (n, k), device=device, dtype=torch.int8) for _ in range(copies)]
-
-    def calls(x: Tensor) -> list[Callable[[], object]]:
-        rows = max(24, len(x) + -len(x) % 8)  # it takes more than 16 rows, in eights
-        y = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x))).to(torch.int8)
-        return [partial(torch._int_mm, y, a.T) for a in w]
-
-    return [Side("int8 _int_mm", calls)]
-
-
-def _tinygemm(n: int, k: int, copies: int, device: torch.device) -> list[Side]:
-    raw = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
-    w = [torch._convert_weight_to_int4pack(raw, 8) for _ in range(copies)]
-    scales = torch.rand(k // 64, n, 2, device=device).bfloat16()
-    return [
-        Side(
-            "tinygemm int4",
-            lambda x: [partial(torch._weight_int4pack_mm, y, a, 64, scales) for y in (x.bfloat16(),) for a in w],
-        )
-    ]
+def reason(error: Exception) -> str:
+    """What an exception says, in one short line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
 def race(calls: Mapping[str, Calls], timer: Timer, repeats: int = 7) -> dict[str, tuple[float, float] | str]:
-    """name -> (microseconds a call cold, warm), or what it said when it was tried. Rounds go over all names in turn."""
+    """name -> (microseconds a call cold, warm), or what it said when it was tried. Rounds go over all names in turn; what
+    takes long has three."""
     found: dict[str, tuple[float, float] | str] = {}
     ready: dict[str, tuple[Any, Any]] = {}
     for name, mine in calls.items():
         try:
             ready[name] = timer.prepare(mine), timer.prepare(list(mine[:1]) * len(mine))
-        except (RuntimeError, FormatError) as error:
-            found[name] = str(error).splitlines()[0][:120]
+        except Exception as error:  # of a peer it may be anything, and costs that peer alone
+            found[name] = reason(error)
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
-    for _ in range(repeats):
+    for round_ in range(repeats):
         for name, graphs in ready.items():
             for graph, times in zip(graphs, samples[name]):
-                times.append(timer.time(graph) / len(calls[name]))
+                if round_ < 3 or sum(times) < LONG_US:
+                    times.append(timer.time(graph))
     for name, (cold, warm) in samples.items():
-        found[name] = statistics.median(cold), statistics.median(warm)
+        count = len(calls[name])
+        found[name] = statistics.median(cold) / count, statistics.median(warm) / count
     return found
 
 
@@ -273,16 +239,16 @@ def run_shape(
     for name, make in sides(n, k, device, modes):
         try:
             made += make()
-        except (RuntimeError, FormatError) as error:
-            yield {"name": name, "n": n, "k": k, "left_out": str(error).splitlines()[0][:120]}
+        except Exception as error:  # as in race
+            yield {"name": name, "n": n, "k": k, "left_out": reason(error)}
     for index, m in enumerate(rows):
         print(f"{n}x{k}, M={m} ({index + 1} of {len(rows)})", file=sys.stderr, flush=True)
         x, calls = torch.randn(m, k, device=device).half(), {}
         for side in made:
             try:
                 calls[side.name] = side.calls(x)
-            except (RuntimeError, FormatError) as error:
-                yield {"name": side.name, "n": n, "k": k, "m": m, "left_out": str(error).splitlines()[0][:120]}
+            except Exception as error:
+                yield {"name": side.name, "n": n, "k": k, "m": m, "left_out": reason(error)}
         found = race(calls, timer)
         base = found.get(BASE)
         for name, times in found.items():

@@ -51,7 +51,7 @@ def main(
                     f"--{name.replace('_', '-')}: found {getattr(args, name)!r}, accepted on cuda is none"
                 )
         return _on_cuda(args)
-    args.M = args.M or [1, 4, 16, 128]
+    args.M, args.shape = args.M or [1, 4, 16, 128], args.shape or [(4096, 4096)]
     here = ops.cpu_isas()
     tiers = here if args.tier == "all" else [ops.cpu_isa() if t == "auto" else t for t in args.tier.split(",")]
     for tier in tiers:
@@ -80,8 +80,9 @@ def main(
 def parser(prog: str, default_peers: list[str]) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=prog, description=__doc__)
     p.add_argument(
-        "--shape", type=_shapes, default=[(4096, 4096)], metavar="NxK", help="out x in features, comma separated"
-    )
+        "--shape", type=_shapes, metavar="NxK",
+        help="out x in features, comma separated; of itself 4096x4096, and on cuda those of OmniVoice's layer too",
+    )  # fmt: skip
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: our kernels and the peers in graphs")
     p.add_argument("--M", type=integers, metavar="M",
                    help="rows of x, comma separated; of itself 1,4,16,128, and on cuda the powers of two up to 2048")  # fmt: skip
@@ -107,7 +108,9 @@ def _on_cuda(args: argparse.Namespace) -> int:
     lines = []
     torch.manual_seed(args.seed)
     with sink(args.json) as write, torch.inference_mode():
-        for line in cuda_layers.run(args.shape, args.M or cuda_layers.ROWS, list(cuda_layers.MODES)):
+        for line in cuda_layers.run(
+            args.shape or cuda_layers.SHAPES, args.M or cuda_layers.ROWS, list(cuda_layers.MODES)
+        ):
             lines.append(line)
             write(json.dumps(line))
     if args.json != "-":

@@ -54,14 +54,10 @@ class Loop(NamedTuple):
     registers: int
 
 
-def copies(tokens: int, warp: int) -> int:
-    """Copies of 16 bytes that a thread of that warp starts in one pass: rows of x and of the weight, scales of both."""
-    thread = warp * 32
-    return sum(-(-(count - thread) // (WARPS * 32)) for count in _counts(tokens) if count > thread)
-
-
-def _counts(tokens: int) -> tuple[int, ...]:
-    return tokens * 8, CHANNELS * 8, 4 * CHANNELS // 4, 4 * tokens // 4
+def copies(tokens: int) -> int:
+    """Copies of 16 bytes that a warp issues in one pass: rows of x and of the weight, and one of scales, of x's or the
+    weight's or, in the last warps, of none."""
+    return (tokens + CHANNELS) * 8 // (WARPS * 32) + 1
 
 
 def loop_of(chip: Chip, tokens: int) -> Loop:
@@ -69,12 +65,11 @@ def loop_of(chip: Chip, tokens: int) -> Loop:
     for name, code in sass.functions(chip.sm).items():
         if re.search(rf"gemm_int4ILi{tokens}E", name):
             spans = sass.loops(code, "IMMA.16864.S4.S4")
-            ways = [sass.fewest(code, *spans[0], "LDGSTS", copies(tokens, w)) for w in range(WARPS)] if spans else []
-            issued = [way for way in ways if way is not None]
-            if len(issued) == WARPS:
+            way = sass.fewest(code, *spans[0], "LDGSTS", copies(tokens)) if spans else None
+            if way is not None:
                 matrix = sum("IMMA" in line for line in code[spans[0][0] : spans[0][1]])
-                return Loop(tokens, matrix, sum(issued), sass.usage(chip.sm)[name].registers)
-    raise FormatError(f"gemm_int4<{tokens}> for {chip.sm}: found no loop with {copies(tokens, 0)} copies of warp 0")
+                return Loop(tokens, matrix, way * WARPS, sass.usage(chip.sm)[name].registers)
+    raise FormatError(f"gemm_int4<{tokens}> for {chip.sm}: found no loop with {copies(tokens)} copies")
 
 
 def cycles(chip: Chip, loop: Loop) -> tuple[float, float]:

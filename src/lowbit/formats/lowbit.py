@@ -137,7 +137,7 @@ def _perm(tensors: Mapping[str, Tensor], prefix: str, k: int) -> Tensor | None:
     if perm is None:
         return None
     shaped(prefix, "perm", typed(prefix, "perm", perm, (torch.int32,)), (k,), "(K)")
-    if not torch.equal(perm.long().sort().values, torch.arange(k)):
+    if not torch.equal(perm.long().sort().values, torch.arange(k, device=perm.device)):
         raise refuse(prefix, "perm", "values that are no permutation", f"each of 0 .. {k - 1} once")
     return perm
 
@@ -207,7 +207,9 @@ def _nibbles(values: Tensor) -> Tensor:
 
 
 def exact_half(tensor: Tensor) -> Tensor:
-    """The tensor as float16 where that changes no value, else as float32."""
+    """The tensor as float16 where that changes no value, else as float32; on meta, where there are none, as it is."""
+    if tensor.is_meta:
+        return tensor
     half = tensor.to(torch.float16)
     return half if torch.equal(half.to(tensor.dtype), tensor) else tensor.to(torch.float32)
 

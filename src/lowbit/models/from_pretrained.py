@@ -162,7 +162,10 @@ class LowbitQuantizer(HfQuantizer):
         format = self.quantization_config.save_as or self.format or NAME
         parts, metadata = parts_of(model), {}
         inside = {*parts.layers, *parts.halves}
-        state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in inside}
+        state: dict[str, Tensor] = {}  # model.state_dict() would unpack every layer, to be thrown away
+        for name, module in model.named_modules(remove_duplicate=False):
+            if name not in inside:
+                module._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
         for name, half in parts.halves.items():
             weight, bias = half()
             state |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +13,16 @@ from ..cuda import DeviceLinear, FloatLinear, FourBitLinear, Kept
 from ..layouts import panels
 from ..quantize import effective
 from ..types import Activation, FormatError, LowRank, QuantizedWeight
+from . import state
 
 Self = TypeVar("Self", bound="Held")
 
 
 class Held(Kept):
-    """The tensors of a ``QuantLinear``, how they move between devices, and the plain value again."""
+    """The tensors of a ``QuantLinear``, how they move between devices, and the plain value again.
+
+    What is kept is packed; ``state_dict`` is the canonical form on every device (state.py), made when it is asked for.
+    """
 
     packed: Tensor
     perm: Tensor | None
@@ -54,17 +58,19 @@ class Held(Kept):
         self.on_device = on_device  # on a CUDA device it holds the weight, and `packed` is empty
         self.on_int4: FourBitLinear | None = None  # beside it, while `activation_bits` is 4
         self.on_float = on_float  # alone where no integer kernel takes the weight; beside it without int8 rows
-        self.register_buffer("packed", packed)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
-        self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
-        self.register_buffer("smooth", None if smooth is None else smooth.detach().to(torch.float32).clone())
         factors = (
             _branch(low_rank)
             if self.rank and plain is None and on_device is None and on_float is None
             else (None, None)
         )
-        self.register_buffer("down", factors[0])
-        self.register_buffer("up", factors[1])
+        self.keep(
+            packed=packed,
+            bias=None if bias is None else bias.detach().to(torch.float32).clone(),
+            perm=None if perm is None else perm.detach().to(torch.int32).clone(),
+            smooth=None if smooth is None else smooth.detach().to(torch.float32).clone(),
+            down=factors[0],
+            up=factors[1],
+        )
         self.activation = activation
         self.declared = declared  # what a save writes; None: what runs
 
@@ -99,6 +105,10 @@ class Held(Kept):
 
     def packed_anew(self, q: QuantizedWeight) -> Held:
         """A layer of ``q`` with this one's activation, packed for where ``q`` is."""
+        raise NotImplementedError
+
+    def half_anew(self, weight: Tensor, bias: Tensor | None) -> Held:
+        """A layer of float16 ``weight`` [N, K]."""
         raise NotImplementedError
 
     def _four(self) -> Activation:
@@ -172,12 +182,62 @@ class Held(Kept):
 
     def _move(self: Self, target: torch.device) -> Self:
         there = self.packed_anew(self.to_quantized().to(target))
-        for name in ("packed", "bias", "perm", "smooth", "down", "up"):
-            self._buffers[name] = there._buffers[name]
+        self._buffers.update(there._buffers)
+        self._take(there)
+        return self
+
+    def _take(self, there: Held) -> None:
         self.plain, self.choice = there.plain, there.choice
         self.on_device, self.on_float = there.on_device, there.on_float
         self._prepare()
-        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            destination.update({prefix + name: t.detach() for name, t in state.tensors(self).items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Packs anew, for where the layer is. Buffers that keep their shape keep their place in memory, so that graphs
+        and engines that read them go on."""
+        found = {key[len(prefix) :]: t for key, t in state_dict.items() if key.startswith(prefix)}
+        mine = state.names(self)
+        try:
+            state.refuse_packed(prefix, found)
+            missing = [name for name in mine if name not in found]
+            if strict:
+                missing_keys += [prefix + name for name in missing]
+                unexpected_keys += [prefix + name for name in found if name not in mine]
+            given = {name: state.tensor(prefix + name, found[name]) for name in mine if name in found}
+            if given:
+                with torch.inference_mode(False), torch.no_grad():
+                    own = state.tensors(self) if missing else {}
+                    self._load({**own, **given}, prefix)
+        except FormatError as error:
+            error_msgs.append(str(error))
+
+    def _load(self, given: Mapping[str, Tensor], prefix: str) -> None:
+        here = next(iter(given.values())).device if self.packed.is_meta else self.packed.device
+        there = {name: t.detach().to(here) for name, t in given.items()}
+        made = (
+            self.half_anew(*state.half(self, there, prefix)).to(here)
+            if self.bits == 16
+            else self.packed_anew(state.plain(self, there, prefix))
+        )
+        _keep_places(self, made)
+        self._buffers.update(made._buffers)
+        before = self.on_device, self.on_float, self.on_int4
+        self._take(made)
+        for old, new in zip(before, (self.on_device, self.on_float, self.on_int4), strict=True):
+            if old is not None and new is not None:
+                _keep_places(old, new)
 
     def _prepare(self) -> None:
         """The second packing that other than int8 rows want on a CUDA device."""
@@ -194,6 +254,16 @@ class Held(Kept):
             self.on_int4 = None
         if self.on_device is not None:  # float activations, or one scale a group of x, which no CUDA kernel has
             self.on_float = None if self.activation == "token" else FloatLinear(self.to_quantized())
+
+
+def _keep_places(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Move the values of ``new`` into the memory of ``old`` where a buffer fits, so that ``new`` takes its place."""
+    for name, buffer in new._buffers.items():
+        before = old._buffers.get(name)
+        if before is None or buffer is None:
+            continue
+        if (before.shape, before.dtype, before.device) == (buffer.shape, buffer.dtype, buffer.device):
+            new._buffers[name] = before.copy_(buffer)
 
 
 def _branch(low_rank: LowRank | None) -> tuple[Tensor | None, Tensor | None]:

@@ -65,7 +65,7 @@ class QuantLinear(Held):
                 plain=q if runs_reference else None,
                 choice=choice,
                 on_device=DeviceLinear(q) if on_cuda else None,
-                on_float=FloatLinear(q, alone=True) if on_float else None,
+                on_float=FloatLinear(q) if on_float else None,
             )
             if on_cuda and four is not None and q.bits == 4 and ops_cuda.has_int4(device):
                 layer.activation_bits = 4
@@ -125,6 +125,9 @@ class QuantLinear(Held):
 
     def packed_anew(self, q: QuantizedWeight) -> QuantLinear:
         return QuantLinear.from_quantized(q, self.activation)
+
+    def half_anew(self, weight: Tensor, bias: Tensor | None) -> QuantLinear:
+        return QuantLinear.from_half(weight, bias)
 
     # -- using it ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from lowbit.models.plan import Plan, check_names, format_of, make_plan
 from lowbit.models.replace import get_linear, replace
 from lowbit.models.save import dense_linears, described, parts_of
 from lowbit.nn import QuantLinear
-from lowbit.types import Activation, FormatError
+from lowbit.nn.shards import Half
+from lowbit.types import Activation, FormatError, QuantizedWeight
 
 _NEEDS = "lowbit.enable_transformers needs transformers 5.0 or newer (pip install lowbit[models])"
 try:
@@ -46,6 +47,7 @@ __all__ = ["LowbitConfig", "LowbitQuantizer", "disable_transformers", "enable_tr
 
 METHODS = ("gptq", "awq", "compressed-tensors", "auto-round")  # as transformers names what lowbit reads
 NAME = "lowbit"
+_Cut = Callable[[nn.Module, str, Any], tuple[Any, Any]]  # (model, name, plain weight) -> (part of it, its link)
 
 
 @register_quantization_config(NAME)
@@ -103,12 +105,16 @@ class LowbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.format: str | None = None  # of the file; None: plain weights
         self._source: tuple[Checkpoint, Plan] | None = None  # between the two halves of loading
+        self._cut: _Cut = _whole
         self._ignored: Any = None
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         checkpoint = open_checkpoint(_directory(model, kwargs.get("checkpoint_files")))
         self.format, _ = format_of(checkpoint)
         if self.format is None:
+            if _asks_for_ranks(model):
+                where = f"{checkpoint.path}: found plain weights"
+                raise FormatError(f"{where}, accepted with tp_plan are quantized ones (lowbit quantize)")
             return
         plan = make_plan(model, checkpoint)
         head = set() if model.get_output_embeddings() is not None else {"lm_head"}
@@ -123,7 +129,7 @@ class LowbitQuantizer(HfQuantizer):
         for name in waiting:
             linear = get_linear(model, name)
             replace(model, name, _Place(linear.out_features, linear.in_features))
-        self._source = checkpoint, plan
+        self._source, self._cut = (checkpoint, plan), _cutting(model)
         # their tensors are no surprise: transformers reports what it did not expect
         old = self._ignored = model._keys_to_ignore_on_load_unexpected
         names = "|".join(map(re.escape, {*waiting, *plan.layers.values(), *plan.halves.values()}))
@@ -148,12 +154,19 @@ class LowbitQuantizer(HfQuantizer):
         chosen, trim = resolve_activation(self.quantization_config.activation), Trimmer()
         for name, source in plan.layers.items():
             place = model.get_submodule(name)
-            replace(model, name, _read(plan, checkpoint, name, source, place, chosen).to(_device(model, name)))
+            q = _read(plan, checkpoint, name, source, place, chosen)
+            q, link = self._cut(model, name, q)
+            layer = QuantLinear.from_quantized(q)
+            layer.link = link
+            replace(model, name, layer.to(_device(model, name)))
             trim(2 * place.out_features * place.in_features)
         for name, source in plan.halves.items():
             bias = checkpoint[f"{source}.bias"] if f"{source}.bias" in checkpoint else None
-            half = QuantLinear.from_half(checkpoint[f"{source}.weight"], bias)
+            stored, link = self._cut(model, name, Half(checkpoint[f"{source}.weight"], bias))
+            half = QuantLinear.from_half(*stored)
+            half.link = link
             replace(model, name, half.to(_device(model, name)))
+        self._cut = _whole
         model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256", "budget")}
         return model
 
@@ -180,6 +193,7 @@ class LowbitQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config holds its name
         for name, layer in _layers(model).items():
+            layer.refuse_part(name, "to be made float")
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
             linear.weight = nn.Parameter(layer.dequantize().to(dtype or model.dtype), requires_grad=False)
             if layer.bias is not None:
@@ -219,12 +233,30 @@ def _directory(model: Any, files: Any) -> Path:
 
 def _read(
     plan: Plan, checkpoint: Checkpoint, name: str, source: str, place: nn.Module, chosen: Activation | None
-) -> QuantLinear:
+) -> QuantizedWeight:
     assert plan.format is not None
     with torch.no_grad():
         q = plan.format.read(checkpoint, source, plan.config)
         check_shape(name, q, place)
-        return QuantLinear.from_quantized(q.with_(activation=chosen or q.activation or Activation(8, "group")))
+        return q.with_(activation=chosen or q.activation or Activation(8, "group"))
+
+
+def _asks_for_ranks(model: Any) -> bool:
+    asked = getattr(model.config, "distributed_config", None)
+    return asked is not None and asked.tp_size > 1
+
+
+def _whole(_: nn.Module, __: str, plain: Any) -> tuple[Any, None]:
+    return plain, None
+
+
+def _cutting(model: Any) -> _Cut:
+    """What becomes of a plain weight: itself, or this process's part where ``tp_plan`` was passed."""
+    if not _asks_for_ranks(model):
+        return _whole
+    from lowbit.models.parallel import cutting
+
+    return cutting(model, _Place)
 
 
 def _device(model: nn.Module, name: str) -> torch.device:

@@ -54,6 +54,7 @@ class Held(Kept):
         self.on_device = on_device  # on a CUDA device it holds the weight, and `packed` is empty
         self.on_int4: FourBitLinear | None = None  # beside it, while `activation_bits` is 4
         self.on_float = on_float  # alone where no integer kernel takes the weight; beside it without int8 rows
+        self.link: Kept | None = None  # of a part of a layer, cut for several devices (parallel.py)
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).clone())
         self.register_buffer("perm", None if perm is None else perm.detach().to(torch.int32).clone())
@@ -164,7 +165,7 @@ class Held(Kept):
         target = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
         if target.type != here.type and "meta" not in (target.type, here.type) and self.bits != 16:
             return self._move(target)
-        for part in (self.on_device, self.on_int4, self.on_float):
+        for part in (self.on_device, self.on_int4, self.on_float, self.link):
             if part is not None:
                 part._apply(fn, recurse)
         super()._apply(fn, recurse)
@@ -172,12 +173,25 @@ class Held(Kept):
 
     def _move(self: Self, target: torch.device) -> Self:
         there = self.packed_anew(self.to_quantized().to(target))
+        if self.link is not None:
+            self.link.to(target)
+        self.hold(there)
+        return self
+
+    def hold(self, there: Held) -> None:
+        """Hold what ``there`` holds; activations stay as they are here."""
         for name in ("packed", "bias", "perm", "smooth", "down", "up"):
             self._buffers[name] = there._buffers[name]
+        self.out_features, self.in_features, self.group_size = there.out_features, there.in_features, there.group_size
+        self.hadamard, self.rank = there.hadamard, there.rank
         self.plain, self.choice = there.plain, there.choice
         self.on_device, self.on_float = there.on_device, there.on_float
         self._prepare()
-        return self
+
+    def refuse_part(self, name: str, use: str) -> None:
+        """FormatError where this is a part of a layer, cut for several devices."""
+        if self.link is not None:
+            raise FormatError(f"{name}: found {self.link.extra_repr()}, accepted {use} is a whole layer")
 
     def _prepare(self) -> None:
         """The second packing that other than int8 rows want on a CUDA device."""

@@ -9,6 +9,7 @@ import copy
 import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lowbit
+from lowbit.engines.llama import refuses
 from lowbit.nn import QuantLinear, W4A4Linear
 from lowbit.nn.parallel import _gathered, _scattered
 from lowbit.types import FormatError
@@ -103,7 +105,8 @@ def two_layers_after_each_other(c: Check) -> None:
         cut = parallelize_module(copy.deepcopy(whole), c.mesh, plan)
         assert cut[1].in_features == 2 * SIZE // c.ranks
         error = float((cut(x) - whole(x)).norm() / whole(x).norm())
-        assert error < (2e-6 if c.exact else 1e-4) if activation != "token" else 0.01, (kind, activation, error)
+        limit = 0.01 if activation == "token" else 2e-6 if c.exact else 1e-4
+        assert error < limit, (kind, activation, error)
         again = copy.deepcopy(cut)
         assert torch.equal(again(x), cut(x))
         if c.device.type == "cpu" and kind == "order":
@@ -143,7 +146,7 @@ def four_bit_layers(c: Check) -> None:
     parallelize_module(layer, c.mesh, lowbit.RowwiseQuant(input_layouts=Replicate()))
     got = layer(rows(3, 2 * SIZE).to(c.device))
     assert isinstance(layer, W4A4Linear) and layer.activation_bits == 4
-    assert float((got - want).norm() / want.norm()) < 1e-5  # the groups of 64 are the same
+    assert _error(got, want) < (1e-5 if c.exact else 1e-2)  # the groups of 64 are the same; a GPU rounds the low rank
 
 
 def what_cannot_be_cut_is_refused(c: Check) -> None:
@@ -198,7 +201,8 @@ def a_model_by_its_own_plan(c: Check) -> None:
     assert len(parts) == 14 and all(m.link is not None for m in parts)
     assert type(cut.lm_head) is nn.Linear and isinstance(cut.lm_head.weight, DTensor)
     assert _error(_logits(cut, c), want) < 2e-5
-    assert _new_tokens(cut, c) == _new_tokens(cut, c, cache_implementation="static") == tokens
+    assert _new_tokens(cut, c) == _new_tokens(cut, c, cache_implementation="static", disable_compile=True) == tokens
+    assert "accepted by the native engine is a whole layer" in str(refuses(cut)) or not c.exact
     integers = lowbit.load(c.folder / "ordered", c.device, "group")
     want = _logits(integers, c)
     got = _logits(lowbit.parallelize(integers, c.mesh), c)
@@ -230,9 +234,7 @@ def from_pretrained_with_a_plan(c: Check) -> None:
                 raise AssertionError("a part of a model was taken for the whole")
         for folder, words in (("heads", "3 heads of 16"), ("plain", "plain weights")):
             try:
-                AutoModelForCausalLM.from_pretrained(
-                    c.folder / folder, distributed_config=DistributedConfig(tp_plan="auto"), **options
-                )
+                AutoModelForCausalLM.from_pretrained(c.folder / folder, tp_plan="auto", **options)
             except FormatError as error:
                 assert words in str(error), error
             else:
@@ -255,6 +257,21 @@ def a_model_whose_heads_do_not_divide(c: Check) -> None:
     plan = dict(reversed(plan.items()))  # the first pattern that fits decides
     lowbit.parallelize(model, c.mesh, plan)
     assert _error(_logits(model, c), want) < 2e-5
+
+
+def the_page(c: Check) -> None:
+    """The example of docs/parallel.md, as it stands there."""
+    page = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text("utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    ending = "torch.distributed.destroy_process_group()"
+    assert ending in code and "path/to/checkpoint" in code
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(code.replace(ending, "").replace("path/to/checkpoint", str(c.folder / "gptq")), {})
+    want = lowbit.load(c.folder / "gptq").generate(torch.tensor([[1, 5, 9]]), max_new_tokens=8, do_sample=False)
+    assert (out.getvalue() != "") == (c.rank == 0)
+    printed = [int(word) for word in re.findall(r"\d+", out.getvalue())]
+    assert c.rank != 0 or (len(printed) == want.numel() and printed[:4] == want[0, :4].tolist())
 
 
 def the_command(c: Check) -> None:
@@ -281,7 +298,7 @@ LAYERS: tuple[Callable[[Check], None], ...] = (
     what_cannot_be_cut_is_refused,
 )  # fmt: skip
 MODELS: tuple[Callable[[Check], None], ...] = (
-    a_model_by_its_own_plan, from_pretrained_with_a_plan, a_model_whose_heads_do_not_divide, the_command,
+    a_model_by_its_own_plan, from_pretrained_with_a_plan, a_model_whose_heads_do_not_divide, the_page, the_command,
 )  # fmt: skip
 ON_GPU = (*LAYERS, a_model_by_its_own_plan, from_pretrained_with_a_plan)
 
@@ -293,7 +310,7 @@ def main(rank: int, ranks: int, backend: str, folder: Path) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, init_method=f"file://{folder / 'meet'}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{folder / 'meet'}", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
     )
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     given = Check(init_device_mesh(device.type, (ranks,)), device, folder)

@@ -271,5 +271,7 @@ def part_alone(q: QuantizedWeight, x: Tensor, rank: int, ranks: int, activation:
         x_ = reference.inside(x, inputs.smooth, inputs.hadamard)[..., inputs.columns]
     if activation is not None:
         return reference.linear(x_, weight_, activation)
-    runs = QuantLinear.from_quantized(q).activation
-    return QuantLinear.from_quantized(weight_, runs)(x_.to(x.dtype) if x.is_cuda else x_.float())
+    whole = QuantLinear.from_quantized(q)
+    part = QuantLinear.from_quantized(weight_, whole.activation)
+    part.activation_bits = whole.activation_bits  # 4 on a chip with INT4 tensor cores
+    return part(x_.to(x.dtype) if x.is_cuda else x_.float())

@@ -146,7 +146,7 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip("this torch has no torch.distributed")
     folder = tmp_path_factory.mktemp("gloo")
     models(folder)
-    return run(folder, "gloo", 240)
+    return run(folder, "gloo", 600)
 
 
 @pytest.mark.parametrize("check", [*worker.LAYERS, *worker.MODELS], ids=lambda check: check.__name__)
@@ -159,6 +159,6 @@ def test_two_gpus_over_nccl(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}")
     models(tmp_path)
-    ended = run(tmp_path, "nccl", 400)
+    ended = run(tmp_path, "nccl", 600)
     assert set(ended) == {check.__name__ for check in worker.ON_GPU}
     assert {name: text for name, text in ended.items() if text} == {}

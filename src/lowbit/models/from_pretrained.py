@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lowbit.checkpoint import Checkpoint, open_checkpoint
 from lowbit.checkpoint.files import METADATA_KEY
 from lowbit.formats import FORMATS, config_for
+from lowbit.models import ranks
 from lowbit.models.api import quantize, resolve_scheme
 from lowbit.models.load import Trimmer, check_shape, first_line, local_directory, resolve_activation, untie
 from lowbit.models.plan import Plan, check_names, format_of, make_plan
@@ -47,7 +48,6 @@ __all__ = ["LowbitConfig", "LowbitQuantizer", "disable_transformers", "enable_tr
 
 METHODS = ("gptq", "awq", "compressed-tensors", "auto-round")  # as transformers names what lowbit reads
 NAME = "lowbit"
-_Cut = Callable[[nn.Module, str, Any], tuple[Any, Any]]  # (model, name, plain weight) -> (part of it, its link)
 
 
 @register_quantization_config(NAME)
@@ -105,14 +105,14 @@ class LowbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.format: str | None = None  # of the file; None: plain weights
         self._source: tuple[Checkpoint, Plan] | None = None  # between the two halves of loading
-        self._cut: _Cut = _whole
+        self._cut: ranks.Cut = ranks.whole
         self._ignored: Any = None
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         checkpoint = open_checkpoint(_directory(model, kwargs.get("checkpoint_files")))
         self.format, _ = format_of(checkpoint)
         if self.format is None:
-            if _asks_for_ranks(model):
+            if ranks.asked(model):
                 where = f"{checkpoint.path}: found plain weights"
                 raise FormatError(f"{where}, accepted with tp_plan are quantized ones (lowbit quantize)")
             return
@@ -129,7 +129,7 @@ class LowbitQuantizer(HfQuantizer):
         for name in waiting:
             linear = get_linear(model, name)
             replace(model, name, _Place(linear.out_features, linear.in_features))
-        self._source, self._cut = (checkpoint, plan), _cutting(model)
+        self._source, self._cut = (checkpoint, plan), ranks.cutting(model, _Place)
         # their tensors are no surprise: transformers reports what it did not expect
         old = self._ignored = model._keys_to_ignore_on_load_unexpected
         names = "|".join(map(re.escape, {*waiting, *plan.layers.values(), *plan.halves.values()}))
@@ -166,7 +166,7 @@ class LowbitQuantizer(HfQuantizer):
             half = QuantLinear.from_half(*stored)
             half.link = link
             replace(model, name, half.to(_device(model, name)))
-        self._cut = _whole
+        self._cut = ranks.whole
         model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256", "budget")}
         return model
 
@@ -239,24 +239,6 @@ def _read(
         q = plan.format.read(checkpoint, source, plan.config)
         check_shape(name, q, place)
         return q.with_(activation=chosen or q.activation or Activation(8, "group"))
-
-
-def _asks_for_ranks(model: Any) -> bool:
-    asked = getattr(model.config, "distributed_config", None)
-    return asked is not None and asked.tp_size > 1
-
-
-def _whole(_: nn.Module, __: str, plain: Any) -> tuple[Any, None]:
-    return plain, None
-
-
-def _cutting(model: Any) -> _Cut:
-    """What becomes of a plain weight: itself, or this process's part where ``tp_plan`` was passed."""
-    if not _asks_for_ranks(model):
-        return _whole
-    from lowbit.models.parallel import cutting
-
-    return cutting(model, _Place)
 
 
 def _device(model: nn.Module, name: str) -> torch.device:

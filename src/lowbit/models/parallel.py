@@ -49,7 +49,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) ->
             assert isinstance(style, (ColwiseQuant, RowwiseQuant))
             replace_by_part(module, style, mesh, name)
         else:
-            parallelize_module(module, mesh, style)
+            parallelize_module(module, mesh, style, src_data_rank=None)  # every rank has read it
     return model
 
 

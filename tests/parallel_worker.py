@@ -75,7 +75,7 @@ def column_wise_is_bit_identical(c: Check) -> None:
 
 
 def row_wise_is_the_sum_in_order_of_ranks(c: Check) -> None:
-    for kind in ("zeros", "order", "svdquant", "order behind hadamard", "channel"):
+    for kind in ("zeros", "order", "order inside", "svdquant", "order behind hadamard", "channel"):
         for dtype in (torch.float32, torch.bfloat16):
             q = cuttable(kind, SIZE, 2 * SIZE)
             layer = QuantLinear.from_quantized(q.to(c.device))

@@ -237,7 +237,7 @@ def json_of(capsys: Any, *arguments: object) -> dict[str, Any]:
 
 
 CUTTABLE = (
-    "zeros", "order", "svdquant", "order behind hadamard", "channel", "eight", "two levels",
+    "zeros", "order", "order inside", "svdquant", "order behind hadamard", "channel", "eight", "two levels",
 )  # fmt: skip
 
 
@@ -248,6 +248,12 @@ def cuttable(kind: str, n: int, k: int) -> QuantizedWeight:
         return weight(n, k, 32, smooth=True, bias=True)
     if kind == "order":  # activation order: a group has columns from everywhere
         return weight(n, k, 32, perm=True, bias=True)
+    if (
+        kind == "order inside"
+    ):  # of blocks of 64 columns, and these the other way round: no group has columns of two ranks
+        blocks = torch.arange(k // 64).flip(0) * 64
+        perm = torch.cat([block + torch.randperm(64, generator=g) for block in blocks])
+        return weight(n, k, 32, smooth=True).with_(perm=perm.to(torch.int32))
     if kind == "channel":  # 8 bits, one scale a row
         return weight(n, k, -1, bits=8, zeros=False, bias=True, activation=Activation(8, "token"))
     if kind == "eight":

@@ -66,7 +66,8 @@ def test_two_level_scales_stay_two_level() -> None:
 
 
 def test_who_needs_all_of_x() -> None:
-    assert row_shard(cuttable("zeros", 8, 256), 1, 2).inputs is None
+    for kind in ("zeros", "order inside", "svdquant", "channel"):
+        assert row_shard(cuttable(kind, 8, 256), 1, 2).inputs is None, kind
     crossing = row_shard(cuttable("order", 8, 256), 1, 2)
     assert crossing.inputs is not None and crossing.weight.perm is None
     inside = torch.cat([torch.randperm(128), 128 + torch.randperm(128)])  # no group has columns of both ranks

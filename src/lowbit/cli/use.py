@@ -47,7 +47,7 @@ def generate(args: argparse.Namespace) -> int:
 
     # templates are transformers' business
     tokenizer = (None if args.chat else plain_tokenizer(args.model)) or tokenizer_of(args.model)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun says so
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1  # torchrun says so
     if processes > 1:
         if args.engine == "native":
             raise FormatError(f"engine: found native, accepted in {processes} processes is transformers")

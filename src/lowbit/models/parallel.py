@@ -60,6 +60,10 @@ def cutting(model: Any, place: type[nn.Module]) -> Callable[[nn.Module, str, Any
     FormatError as ``parallelize``; groups are looked at when a weight is cut.
     """
     asked = model.config.distributed_config
+    if not hasattr(model, "_mesh_manager"):
+        raise FormatError(
+            "transformers: found one without a mesh for tp_plan, accepted is 5.24 (lowbit.parallelize: any)"
+        )
     for field in ("pp_size", "fsdp_size", "dp_replicate_size"):
         if getattr(asked, field, 1) not in (1, None):
             raise FormatError(f"{field}: found {getattr(asked, field)}, accepted with packed layers is 1")

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.types import Activation, QuantizedWeight
+from lowbit import reference
+from lowbit.nn import QuantLinear
+from lowbit.nn.shards import row_shard
+from lowbit.types import Activation, LowRank, QuantizedWeight
 
 ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 129)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -231,3 +234,50 @@ def json_of(capsys: Any, *arguments: object) -> dict[str, Any]:
     assert main([*map(str, arguments), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+CUTTABLE = (
+    "zeros", "order", "order inside", "svdquant", "order behind hadamard", "channel", "eight", "two levels",
+)  # fmt: skip
+
+
+def cuttable(kind: str, n: int, k: int) -> QuantizedWeight:
+    """A weight [n, k] of what a checkpoint can hold, to be cut for several devices; groups of 32, of 64 behind a Hadamard."""
+    g = generator(kind, n, k)
+    if kind == "zeros":
+        return weight(n, k, 32, smooth=True, bias=True)
+    if kind == "order":  # activation order: a group has columns from everywhere
+        return weight(n, k, 32, perm=True, bias=True)
+    if (
+        kind == "order inside"
+    ):  # of blocks of 64 columns, and these the other way round: no group has columns of two ranks
+        blocks = torch.arange(k // 64).flip(0) * 64
+        perm = torch.cat([block + torch.randperm(64, generator=g) for block in blocks])
+        return weight(n, k, 32, smooth=True).with_(perm=perm.to(torch.int32))
+    if kind == "channel":  # 8 bits, one scale a row
+        return weight(n, k, -1, bits=8, zeros=False, bias=True, activation=Activation(8, "token"))
+    if kind == "eight":
+        return weight(n, k, 64, bits=8, zeros=False, perm=True, smooth=True)
+    q = weight(n, k, 64, zeros=False, smooth=True, bias=True, perm=kind == "order behind hadamard")
+    if kind == "two levels":
+        steps = torch.randint(1, 16, q.scales.shape, generator=g)
+        return q.with_(scales=(torch.rand(n, 1, generator=g).half().float() + 0.5) / 64 * steps)
+    branch = LowRank(torch.randn(k, 16, generator=g).half() / 16, torch.randn(n, 16, generator=g).half() / 16)
+    return q.with_(hadamard=64, low_rank=branch, activation=Activation(4, "group"))
+
+
+def part_alone(q: QuantizedWeight, x: Tensor, rank: int, ranks: int, activation: Activation | None = None) -> Tensor:
+    """y of one row-wise part, made in one process of the x that the part reads; of the reference where an activation is
+    given, else of the kernel (float32 on the CPU, whatever x is)."""
+    weight_, inputs = row_shard(q, rank, ranks)
+    width = weight_.k
+    if inputs is None:
+        x_ = x[..., rank * width : (rank + 1) * width]
+    else:
+        x_ = reference.inside(x, inputs.smooth, inputs.hadamard)[..., inputs.columns]
+    if activation is not None:
+        return reference.linear(x_, weight_, activation)
+    whole = QuantLinear.from_quantized(q)
+    part = QuantLinear.from_quantized(weight_, whole.activation)
+    part.activation_bits = whole.activation_bits  # 4 on a chip with INT4 tensor cores
+    return part(x_.to(x.dtype) if x.is_cuda else x_.float())

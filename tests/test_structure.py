@@ -79,8 +79,8 @@ def test_no_file_names_a_machine_path_or_a_registry_host() -> None:
 
 def test_the_public_names_are_those_of_the_contract() -> None:
     names = (
-        "FormatError LowbitConfig QuantLinear QuantizedWeight disable_transformers enable_transformers explain load "
-        "quantize save"
+        "ColwiseQuant FormatError LowbitConfig QuantLinear QuantizedWeight RowwiseQuant disable_transformers "
+        "enable_transformers explain load parallelize quantize save"
     ).split()
     assert sorted(lowbit.__all__) == names
     for name in names:

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from lowbit.models.from_pretrained import disable_transformers as disable_transformers
     from lowbit.models.from_pretrained import enable_transformers as enable_transformers
     from lowbit.models.load import load as load
+    from lowbit.models.parallel import parallelize as parallelize
     from lowbit.models.save import save as save
     from lowbit.nn import QuantLinear as QuantLinear
+    from lowbit.nn.parallel import ColwiseQuant as ColwiseQuant
+    from lowbit.nn.parallel import RowwiseQuant as RowwiseQuant
     from lowbit.types import FormatError as FormatError
     from lowbit.types import QuantizedWeight as QuantizedWeight
 
@@ -32,17 +35,20 @@ _WHERE = {
     "load": "lowbit.models.load",
     "save": "lowbit.models.save",
     "explain": "lowbit.models.api",
+    "parallelize": "lowbit.models.parallel",
     "enable_transformers": "lowbit.models.from_pretrained",
     "disable_transformers": "lowbit.models.from_pretrained",
     "LowbitConfig": "lowbit.models.from_pretrained",
     "QuantLinear": "lowbit.nn",
+    "ColwiseQuant": "lowbit.nn.parallel",
+    "RowwiseQuant": "lowbit.nn.parallel",
     "QuantizedWeight": "lowbit.types",
     "FormatError": "lowbit.types",
 }
 
 __all__ = [
-    "FormatError", "LowbitConfig", "QuantLinear", "QuantizedWeight", "disable_transformers", "enable_transformers",
-    "explain", "load", "quantize", "save",
+    "ColwiseQuant", "FormatError", "LowbitConfig", "QuantLinear", "QuantizedWeight", "RowwiseQuant",
+    "disable_transformers", "enable_transformers", "explain", "load", "parallelize", "quantize", "save",
 ]  # fmt: skip
 
 

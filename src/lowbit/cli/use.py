@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import sys
 from typing import Any
 
@@ -45,25 +47,48 @@ def generate(args: argparse.Namespace) -> int:
 
     # templates are transformers' business
     tokenizer = (None if args.chat else plain_tokenizer(args.model)) or tokenizer_of(args.model)
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1  # torchrun says so
+    if processes > 1:
+        if args.engine == "native":
+            raise FormatError(f"engine: found native, accepted in {processes} processes is transformers")
+        args.engine = "transformers"
     model = load_model(args.model, args.activation, getattr(torch, args.dtype), args.engine)
-    stream = TextStream(tokenizer, (lambda text: None) if args.json else _write)
-    if not args.json and not args.chat:
+    first = processes == 1 or _cut_over(model, processes) == 0
+    stream = TextStream(tokenizer, _write if first and not args.json else lambda text: None)
+    if first and not args.json and not args.chat:
         _write(args.prompt)
     result = decode(
         model, encode(tokenizer, args.prompt, args.chat), args.max_new_tokens, temperature=args.temperature,
         top_k=args.top_k, top_p=args.top_p, seed=args.seed, on_token=stream, engine=args.engine, head=args.head,
     )  # fmt: skip
     stream.close()
+    if not first:
+        return 0
     if args.json:
         rates = {"prefill_tokens_per_s": result.prefill_rate, "decode_tokens_per_s": result.decode_rate}
         as_json({"text": stream.text(), **result._asdict(), **rates})
         return 0
     print(flush=True)
     why = f" ({result.reason})" if result.reason else ""
+    why += f" in {processes} processes" if processes > 1 else ""
     print(f"engine {result.engine}{why}", file=sys.stderr)
     prefill = f"prefill {result.prompt_tokens} tokens, {result.prefill_rate:.1f} tokens/s"
     print(f"{prefill}; decode {len(result.tokens)} tokens, {result.decode_rate:.1f} tokens/s", file=sys.stderr)
     return 0
+
+
+def _cut_over(model: Any, processes: int) -> int:
+    """Cut the model over the processes of torchrun; returns the rank of this one."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowbit.models.parallel import parallelize
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+        atexit.register(dist.destroy_process_group)
+    parallelize(model, init_device_mesh("cpu", (processes,)))
+    return dist.get_rank()
 
 
 def _write(text: str) -> None:

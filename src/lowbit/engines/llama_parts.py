@@ -121,6 +121,7 @@ def _linear(block: nn.Module, name: str, prefix: str) -> QuantLinear:
 
 
 def _runs(name: str, linear: QuantLinear) -> None:
+    linear.refuse_part(name, "by the native engine")
     if linear.plain is not None:
         raise _refuse(name, "a layer without a kernel", "packed weights")
     if linear.activation_bits == 4:

@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from lowbit.checkpoint import Checkpoint, open_checkpoint
 from lowbit.checkpoint.files import METADATA_KEY
 from lowbit.formats import FORMATS, config_for
+from lowbit.models import ranks
 from lowbit.models.api import quantize, resolve_scheme
 from lowbit.models.load import Trimmer, check_shape, first_line, local_directory, resolve_activation, untie
 from lowbit.models.plan import Plan, check_names, format_of, make_plan
 from lowbit.models.replace import get_linear, replace
 from lowbit.models.save import dense_linears, described, parts_of
 from lowbit.nn import QuantLinear
-from lowbit.types import Activation, FormatError
+from lowbit.nn.shards import Half
+from lowbit.types import Activation, FormatError, QuantizedWeight
 
 _NEEDS = "lowbit.enable_transformers needs transformers 5.0 or newer (pip install lowbit[models])"
 try:
@@ -103,12 +105,16 @@ class LowbitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.format: str | None = None  # of the file; None: plain weights
         self._source: tuple[Checkpoint, Plan] | None = None  # between the two halves of loading
+        self._cut: ranks.Cut = ranks.whole
         self._ignored: Any = None
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         checkpoint = open_checkpoint(_directory(model, kwargs.get("checkpoint_files")))
         self.format, _ = format_of(checkpoint)
         if self.format is None:
+            if ranks.asked(model):
+                where = f"{checkpoint.path}: found plain weights"
+                raise FormatError(f"{where}, accepted with tp_plan are quantized ones (lowbit quantize)")
             return
         plan = make_plan(model, checkpoint)
         head = set() if model.get_output_embeddings() is not None else {"lm_head"}
@@ -123,7 +129,7 @@ class LowbitQuantizer(HfQuantizer):
         for name in waiting:
             linear = get_linear(model, name)
             replace(model, name, _Place(linear.out_features, linear.in_features))
-        self._source = checkpoint, plan
+        self._source, self._cut = (checkpoint, plan), ranks.cutting(model, _Place)
         # their tensors are no surprise: transformers reports what it did not expect
         old = self._ignored = model._keys_to_ignore_on_load_unexpected
         names = "|".join(map(re.escape, {*waiting, *plan.layers.values(), *plan.halves.values()}))
@@ -148,12 +154,19 @@ class LowbitQuantizer(HfQuantizer):
         chosen, trim = resolve_activation(self.quantization_config.activation), Trimmer()
         for name, source in plan.layers.items():
             place = model.get_submodule(name)
-            replace(model, name, _read(plan, checkpoint, name, source, place, chosen).to(_device(model, name)))
+            q = _read(plan, checkpoint, name, source, place, chosen)
+            q, link = self._cut(model, name, q)
+            layer = QuantLinear.from_quantized(q)
+            layer.link = link
+            replace(model, name, layer.to(_device(model, name)))
             trim(2 * place.out_features * place.in_features)
         for name, source in plan.halves.items():
             bias = checkpoint[f"{source}.bias"] if f"{source}.bias" in checkpoint else None
-            half = QuantLinear.from_half(checkpoint[f"{source}.weight"], bias)
+            stored, link = self._cut(model, name, Half(checkpoint[f"{source}.weight"], bias))
+            half = QuantLinear.from_half(*stored)
+            half.link = link
             replace(model, name, half.to(_device(model, name)))
+        self._cut = ranks.whole
         model.lowbit_made = {key: plan.config.get(key) for key in ("method", "base_sha256", "budget")}
         return model
 
@@ -183,6 +196,7 @@ class LowbitQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config holds its name
         for name, layer in _layers(model).items():
+            layer.refuse_part(name, "to be made float")
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
             linear.weight = nn.Parameter(layer.dequantize().to(dtype or model.dtype), requires_grad=False)
             if layer.bias is not None:
@@ -222,12 +236,12 @@ def _directory(model: Any, files: Any) -> Path:
 
 def _read(
     plan: Plan, checkpoint: Checkpoint, name: str, source: str, place: nn.Module, chosen: Activation | None
-) -> QuantLinear:
+) -> QuantizedWeight:
     assert plan.format is not None
     with torch.no_grad():
         q = plan.format.read(checkpoint, source, plan.config)
         check_shape(name, q, place)
-        return QuantLinear.from_quantized(q.with_(activation=chosen or q.activation or Activation(8, "group")))
+        return q.with_(activation=chosen or q.activation or Activation(8, "group"))
 
 
 def _device(model: nn.Module, name: str) -> torch.device:

@@ -51,8 +51,10 @@ class Parts(NamedTuple):
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """The packed layers of a model that is in memory."""
+    """The packed layers of a model that is in memory. FormatError where it is cut for several devices."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    for name, module in layers.items():
+        module.refuse_part(name, "for saving")
     return Parts(
         {name: module.to_quantized for name, module in layers.items() if module.bits != 16},
         {name: _shell(module) for name, module in layers.items() if module.bits != 16},

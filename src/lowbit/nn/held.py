@@ -58,6 +58,7 @@ class Held(Kept):
         self.on_device = on_device  # on a CUDA device it holds the weight, and `packed` is empty
         self.on_int4: FourBitLinear | None = None  # beside it, while `activation_bits` is 4
         self.on_float = on_float  # alone where no integer kernel takes the weight; beside it without int8 rows
+        self.link: Kept | None = None  # of a part of a layer, cut for several devices (parallel.py)
         factors = (
             _branch(low_rank)
             if self.rank and plain is None and on_device is None and on_float is None
@@ -174,7 +175,7 @@ class Held(Kept):
         target = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
         if target.type != here.type and "meta" not in (target.type, here.type) and self.bits != 16:
             return self._move(target)
-        for part in (self.on_device, self.on_int4, self.on_float):
+        for part in (self.on_device, self.on_int4, self.on_float, self.link):
             if part is not None:
                 part._apply(fn, recurse)
         super()._apply(fn, recurse)
@@ -182,9 +183,17 @@ class Held(Kept):
 
     def _move(self: Self, target: torch.device) -> Self:
         there = self.packed_anew(self.to_quantized().to(target))
-        self._buffers.update(there._buffers)
-        self._take(there)
+        if self.link is not None:
+            self.link.to(target)
+        self.hold(there)
         return self
+
+    def hold(self, there: Held) -> None:
+        """Hold what ``there`` holds; activations stay as they are here."""
+        self._buffers.update(there._buffers)
+        self.out_features, self.in_features, self.group_size = there.out_features, there.in_features, there.group_size
+        self.hadamard, self.rank = there.hadamard, there.rank
+        self._take(there)
 
     def _take(self, there: Held) -> None:
         self.plain, self.choice = there.plain, there.choice
@@ -238,6 +247,11 @@ class Held(Kept):
         for old, new in zip(before, (self.on_device, self.on_float, self.on_int4), strict=True):
             if old is not None and new is not None:
                 _keep_places(old, new)
+
+    def refuse_part(self, name: str, use: str) -> None:
+        """FormatError where this is a part of a layer, cut for several devices."""
+        if self.link is not None:
+            raise FormatError(f"{name}: found {self.link.extra_repr()}, accepted {use} is a whole layer")
 
     def _prepare(self) -> None:
         """The second packing that other than int8 rows want on a CUDA device."""

@@ -132,6 +132,13 @@ class QuantLinear(Held):
     # -- using it ---------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.link is not None:
+            y: Tensor = self.link(self.alone, x)
+            return y
+        return self.alone(x)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """y of the weight that is held here, which may be a part of a layer."""
         if torch.is_grad_enabled() and x.requires_grad:
             y: Tensor = _StraightThrough.apply(x, self)  # type: ignore[no-untyped-call]
             return y

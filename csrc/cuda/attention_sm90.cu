@@ -124,14 +124,14 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
   auto scores = [&](int block) {  // s = q k^T, running on return
     const int at = block % kStages;
     ptx::wait(bar.k + 8 * at, block / kStages & 1);
-    const uint32_t keys = smem + kKeysAt + at * kTile;
+    const uint64_t b = ptx::descriptor(smem + kKeysAt + at * kTile);
     ptx::mma_fence();
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      WgmmaFloat<bf16>::keys(s, query[i], ptx::descriptor(keys + i / 4 * kHalf + i % 4 * 32), i > 0);
+      WgmmaFloat<bf16>::keys(s, query[i], b + (i / 4 * kHalf + i % 4 * 32) / 16, i > 0);
     ptx::mma_commit();
   };
-  auto values = [&](int block) {  // out += p v, running on return
+  auto clear = [&](int block) {  // v of rows beyond the segment
     const int at = block % kStages;
     ptx::wait(bar.v + 8 * at, block / kStages & 1);
     const uint32_t v = smem + kValuesAt + at * kTile;
@@ -142,10 +142,15 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
       ptx::proxy_fence();
       ptx::named_barrier(1 + wg, 128);
     }
+  };
+  auto values = [&](int block) {  // out += p v, running on return
+    const int at = block % kStages;
+    ptx::wait(bar.v + 8 * at, block / kStages & 1);
+    const uint32_t v = smem + kValuesAt + at * kTile;
+    const uint64_t b = ptx::row_descriptor(v, kHalf);
     ptx::mma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      WgmmaFloat<bf16>::values(out, p[i], ptx::row_descriptor(v + i * 2048, kHalf), 1);
+    for (int i = 0; i < 4; i++) WgmmaFloat<bf16>::values(out, p[i], b + i * 2048 / 16, 1);
     ptx::mma_commit();
   };
   auto leave = [&](uint32_t b, int block) {
@@ -197,6 +202,7 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
   }
   ptx::named_barrier(1 + wg, 128);
   settle();
+  clear(blocks - 1);
   values(blocks - 1);
   ptx::mma_wait<0>();
   ptx::touch(out);

@@ -104,16 +104,29 @@ ATTENTIONS: dict[str, Callable[[Spans], Attend]] = {
     "segments": _segments, "masked": _masked, "varlen": _varlen, "ours": _ours,
 }  # fmt: skip
 
-# (device, dtype or None for any, packed rows at most or None) -> row of ATTENTIONS; the first that fits and can run does.
-# Measured on an H200, 2026-11-30, torch 2.11, 16 heads on 8, microseconds (ours, varlen, masked): 172 rows in two segments 5.2, 9.3,
-# 16; 685 in two 17.2, 18.0, 44; 768 in three 17.8, 26.9, 30; 1890 in two 73, 60, 103. docs/omnivoice.md.
-CHOICE: tuple[tuple[str, torch.dtype | None, int | None, str], ...] = (
-    ("cpu", None, None, "segments"),
-    ("cuda", torch.float16, 1024, "ours"),
-    ("cuda", torch.bfloat16, 1024, "ours"),
-    ("cuda", torch.float16, None, "varlen"),
-    ("cuda", torch.bfloat16, None, "varlen"),
-    ("cuda", None, None, "masked"),
+
+class Choice(NamedTuple):
+    """Where a row of ATTENTIONS runs; None fits any."""
+
+    device: str
+    dtype: torch.dtype | None
+    capability: tuple[int, int] | None
+    rows: int | None  # packed rows, at most
+    name: str
+
+
+# The first that fits and can run does. Measured on an H200, 2026-11-30, torch 2.11, 16 heads on 8, microseconds (attention_sm90.cu,
+# attention.cu, varlen, masked): 172 rows in two segments 5.0, 5.2, 9.2, 17; 685 in two 9.7, 17.2, 18, 44; 768 in three 9.6, 17.8, 27,
+# 30; 1890 in two 36, 73, 60, 104. docs/omnivoice.md.
+CHOICE = (
+    Choice("cpu", None, None, None, "segments"),
+    Choice("cuda", torch.float16, (9, 0), None, "ours"),
+    Choice("cuda", torch.bfloat16, (9, 0), None, "ours"),
+    Choice("cuda", torch.float16, None, 1024, "ours"),
+    Choice("cuda", torch.bfloat16, None, 1024, "ours"),
+    Choice("cuda", torch.float16, None, None, "varlen"),
+    Choice("cuda", torch.bfloat16, None, None, "varlen"),
+    Choice("cuda", None, None, None, "masked"),
 )
 
 
@@ -130,7 +143,9 @@ def choose(
         "ours": ours and head_dim == 128 and device.type == "cuda" and ops_cuda.refuses(device) is None,
         "varlen": _varlen_attn is not None and head_dim % 8 == 0 and head_dim <= 256,
     }
-    for kind, wanted, most, name in CHOICE:
-        if kind == device.type and wanted in (None, dtype) and (most is None or rows <= most) and can.get(name, True):
-            return name
+    capability = torch.cuda.get_device_capability(device) if can["ours"] else None
+    for row in CHOICE:
+        fits = row.device == device.type and row.dtype in (None, dtype) and row.capability in (None, capability)
+        if fits and (row.rows is None or rows <= row.rows) and can.get(row.name, True):
+            return row.name
     return "masked"

@@ -173,12 +173,13 @@ class Held(Kept):
         of device to the other the weight is packed anew."""
         here = self.packed.device
         target = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
-        if target.type != here.type and "meta" not in (target.type, here.type) and self.bits != 16:
-            return self._move(target)
-        for part in (self.on_device, self.on_int4, self.on_float, self.link):
-            if part is not None:
-                part._apply(fn, recurse)
-        super()._apply(fn, recurse)
+        with torch.inference_mode(False), torch.no_grad():  # a layer that is moved inside inference mode trains later
+            if target.type != here.type and "meta" not in (target.type, here.type) and self.bits != 16:
+                return self._move(target)
+            for part in (self.on_device, self.on_int4, self.on_float, self.link):
+                if part is not None:
+                    part._apply(fn, recurse)
+            super()._apply(fn, recurse)
         return self
 
     def _move(self: Self, target: torch.device) -> Self:

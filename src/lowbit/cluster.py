@@ -60,19 +60,7 @@ def cluster(workers: int | None, threads: int | None, gpu: bool) -> Iterator[Poo
     address = os.environ.get("RAY_ADDRESS")
     ours, alone = not ray.is_initialized(), not address
     if ours:
-        quiet: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            if alone:
-                places = (workers or cores // cpus) * cpus
-                ray.init("local", num_cpus=places, include_dashboard=False, object_store_memory=STORE, **quiet)
-            else:
-                ray.init(address, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
-            named = f"RAY_ADDRESS {address}" if address else "a local Ray"
-            raise FormatError(
-                f"--ray: {named}: found {one_line(error)[:200]}, accepted is a running cluster"
-            ) from error
+        _start(ray, address, (workers or cores // cpus) * cpus)
     try:
         places = sum(_places(node["Resources"], cpus, int(gpu)) for node in ray.nodes() if node["Alive"])
         if not places and ours and alone:
@@ -83,6 +71,21 @@ def cluster(workers: int | None, threads: int | None, gpu: bool) -> Iterator[Poo
     finally:
         if ours:
             ray.shutdown()
+
+
+def _start(ray: Any, address: str | None, cpus: int) -> None:
+    quiet: dict[str, Any] = dict(log_to_driver=False, logging_level=logging.ERROR)
+    here: dict[str, Any] = dict(num_cpus=cpus, include_dashboard=False, object_store_memory=STORE)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for last in (bool(address), True):
+        try:
+            ray.init(address or "local", **quiet, **({} if address else here))
+            return
+        except Exception as error:  # of many kinds; Ray gives a machine 30 s to start, which a busy one may need twice
+            ray.shutdown()
+            if last:
+                named, found = f"RAY_ADDRESS {address}" if address else "a local Ray", one_line(error)[:200]
+                raise FormatError(f"--ray: {named}: found {found}, accepted is a cluster that runs") from error
 
 
 def _places(has: dict[str, float], cpus: int, gpus: int) -> int:
@@ -227,6 +230,6 @@ def spread(
 
 
 def _why(error: BaseException) -> str:
-    """The end of what Ray says, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:200]
+    """The end of what Ray says, on one line, without its guesses."""
+    lines = [line.strip() for line in str(error).partition(" Some common causes")[0].splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:200].rstrip(".")

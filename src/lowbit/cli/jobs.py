@@ -134,10 +134,8 @@ def _job(row: Any, folder: Path, args: argparse.Namespace) -> argparse.Namespace
     make.options(parser)
     base = {key: value for key, value in vars(args).items() if key not in _NOT_OF_A_JOB}
     job = parser.parse_args(words, argparse.Namespace(**base, resume_dir=None))
-    if args.calibration:
-        job.calibration = str(Path(args.calibration).resolve()) if "calibration" not in row else job.calibration
-    if row.get("calibration"):
-        job.calibration = str(folder / job.calibration)
+    if job.calibration:
+        job.calibration = str((folder if row.get("calibration") else Path.cwd()) / job.calibration)
     model = next((at for at in (folder / row["model"], Path(row["model"])) if at.is_dir()), None)
     job.model = str(model.resolve()) if model else row["model"]
     job.out = str((folder / row["out"]).resolve())
@@ -165,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"lowbit: {job.where}: {why}", file=sys.stderr)
         else:
             rows[job.where] = found
-            print(f"note: {job.where}: {job.out} in {found['seconds']:.0f} s", file=sys.stderr)
+            _note(f"{job.where}: {job.out} in {found['seconds']:.0f} s")
     shown = [
         {"where": job.where, "out": job.args.out, **rows.get(job.where, {"error": failed.get(job.where)})}
         for job in jobs
@@ -173,11 +171,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         as_json({"jobs": shown})
     else:
-        table(
-            "",
-            ["out", "scheme", "linears", "MB", "s", ""],
-            [_cells(job, row) for job, row in zip(jobs, shown, strict=True)],
-        )
+        cells = [_cells(job, row) for job, row in zip(jobs, shown, strict=True)]
+        table("", ["out", "scheme", "linears", "MB", "s", ""], cells)
     return 2 if failed else 0
 
 
@@ -188,11 +183,13 @@ def _cells(job: Job, row: dict[str, Any]) -> list[Any]:
     return [job.out.name, job.args.scheme, row["linears"], megabytes(row["file_bytes"]), f"{row['seconds']:.0f}", state]
 
 
-def _here(_: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
+def _here(args: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
     for job in jobs:
         try:
             yield job, job(), ""
         except Exception as error:
+            if args.debug:
+                raise
             yield job, None, one_line(error)
 
 
@@ -205,8 +202,11 @@ def _on_a_cluster(args: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[J
         gpu = any(job.args.device == "cuda" for job in jobs)
         pool = stack.enter_context(cluster.cluster(args.workers, args.threads, gpu))
         heavy = sorted(jobs, key=_bytes, reverse=True)
-        note: Callable[[str], None] = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
-        yield from cluster.spread(functools.partial(_worker, marks), [[job] for job in heavy], pool, note)
+        yield from cluster.spread(functools.partial(_worker, marks), [[job] for job in heavy], pool, _note)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _bytes(job: Job) -> int:

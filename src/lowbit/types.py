@@ -15,6 +15,12 @@ class FormatError(ValueError):
     """Something malformed was refused: one line with the file or layer, the field, the value found, what is accepted."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error as one line; those that are not refusals of ours name their type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, FormatError) and text else f"{type(error).__name__}: {text}"
+
+
 class LowRank(NamedTuple):
     """A low-rank correction: y += up @ (downᵀ @ x')."""
 

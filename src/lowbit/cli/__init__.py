@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from lowbit import doctor
 from lowbit.cli import evaluate, look, make, profile, roofline, speak, use
-from lowbit.cli.show import one_line
+from lowbit.types import one_line
 
 
 class _Parser(argparse.ArgumentParser):

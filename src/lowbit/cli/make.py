@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.show import as_json, megabytes, short, table
+from lowbit.cli.show import as_json, clustering, megabytes, refuse_cluster, short, table
 from lowbit.models.overrides import parse
 from lowbit.quantize import RECIPES, SCALES
 from lowbit.types import SCHEMES, FormatError
 
 if TYPE_CHECKING:
+    from lowbit.models.report import Report
     from lowbit.models.sensitivity import Budget
 
 CONVERT_TO = ("gptq", "gptq_v2", "awq", "compressed-tensors", "lowbit")
@@ -22,8 +23,26 @@ CONVERT_TO = ("gptq", "gptq_v2", "awq", "compressed-tensors", "lowbit")
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
     """Register the two commands."""
     one = commands.add_parser("quantize", parents=[common], help="quantize a model's linears and save it")
-    one.add_argument("model", help="directory (or cached hub id) with plain weights")
-    one.add_argument("out", help="directory to write")
+    one.add_argument("model", nargs="?", help="directory (or cached hub id) with plain weights")
+    one.add_argument("out", nargs="?", help="directory to write")
+    one.add_argument(
+        "--jobs", metavar="FILE",
+        help='many: lines {"model": DIR, "out": DIR, "scheme": ...} with any of these options; what a line does not say, '
+        "the command line does",
+    )  # fmt: skip
+    clustering(one, "--jobs")
+    options(one)
+    one.set_defaults(run=quantize)
+
+    two = commands.add_parser("convert", parents=[common], help="write a quantized checkpoint in another format")
+    two.add_argument("model", metavar="in")
+    two.add_argument("out")
+    two.add_argument("--to", required=True, choices=CONVERT_TO)
+    two.set_defaults(run=convert)
+
+
+def options(one: argparse.ArgumentParser) -> None:
+    """What may be said of one quantization, on the command line or in a line of a jobs file."""
     one.add_argument("--scheme", choices=tuple(SCHEMES), default="w4a8")
     one.add_argument(
         "--method", choices=("rtn", "gptq", "svdquant"), help="default: svdquant for w4a4, gptq for the others"
@@ -64,19 +83,45 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--dense-dtype", choices=("float32", "bfloat16", "float16"), help="cast what stays dense")
     one.add_argument("--resume-dir", metavar="DIR", help="where finished blocks are kept (default: OUT.partial)")
-    one.set_defaults(run=quantize)
-
-    two = commands.add_parser("convert", parents=[common], help="write a quantized checkpoint in another format")
-    two.add_argument("model", metavar="in")
-    two.add_argument("out")
-    two.add_argument("--to", required=True, choices=CONVERT_TO)
-    two.set_defaults(run=convert)
 
 
 def quantize(args: argparse.Namespace) -> int:
+    from lowbit.cli import jobs
+
+    refuse_cluster(args, "jobs")
+    if args.jobs is not None:
+        return jobs.run(args)
+    if args.model is None or args.out is None:
+        raise FormatError(f"quantize: found {args.model or 'nothing'}, accepted are MODEL and OUT, or --jobs FILE")
+    out = Path(args.out)
+    report = quantize_one(args)
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    if args.json:
+        as_json({**report.to_dict(), "out": str(out), "file_bytes": size})
+        return 0
+    table("", *report.table())
+    if report.budget is not None:
+        _show(report.budget)
+    print(f"{len(report.rows)} linears in {report.seconds:.0f} s; wrote {out} ({megabytes(size)} MB)")
+    return 0
+
+
+def method_of(args: argparse.Namespace) -> str:
+    """The method of a quantization. FormatError for options that do not fit it."""
+    from lowbit.models import api
+
+    method: str = args.method or api.default_method(SCHEMES[args.scheme])
+    if method != "svdquant" and (args.rank is not None or args.recipe or not args.hadamard):
+        raise FormatError(f"--rank, --recipe, --no-hadamard: found with method {method}, accepted is --method svdquant")
+    if method != "rtn" and args.scheme != "fp16" and not args.calibration:
+        raise FormatError("--calibration: found nothing, accepted is a text or JSONL file (or --method rtn)")
+    return method
+
+
+def quantize_one(args: argparse.Namespace) -> Report:
+    """Write what the options say. Finished blocks are kept until then, and found again by another try."""
     import torch
 
-    from lowbit.models import api
     from lowbit.models.directory import quantize_directory
     from lowbit.models.load import local_directory
     from lowbit.models.omnivoice import is_omnivoice
@@ -84,11 +129,7 @@ def quantize(args: argparse.Namespace) -> int:
 
     source, out = local_directory(args.model), Path(args.out)
     _not_the_same(source, out)
-    method = args.method or api.default_method(SCHEMES[args.scheme])
-    if method != "svdquant" and (args.rank is not None or args.recipe or not args.hadamard):
-        raise FormatError(f"--rank, --recipe, --no-hadamard: found with method {method}, accepted is --method svdquant")
-    if method != "rtn" and args.scheme != "fp16" and not args.calibration:
-        raise FormatError("--calibration: found nothing, accepted is a text or JSONL file (or --method rtn)")
+    method = method_of(args)
     resume = Path(args.resume_dir) if args.resume_dir else out.with_name(out.name + ".partial")
     args.after_stop = f"finished blocks are in {resume}, the same command resumes there"
     shared: dict[str, Any] = dict(
@@ -99,7 +140,9 @@ def quantize(args: argparse.Namespace) -> int:
     )  # fmt: skip
     if is_omnivoice(source):
         _only_for_text(args)
-        report = quantize_omnivoice(source, out, args.scheme, method, args.calibration, scales=args.scales, **shared)
+        report: Report = quantize_omnivoice(
+            source, out, args.scheme, method, args.calibration, scales=args.scales, **shared
+        )
     else:
         report = quantize_directory(
             source, out, args.scheme, method, args.calibration, head=args.head, blocks=args.blocks, budget=args.budget,
@@ -107,15 +150,7 @@ def quantize(args: argparse.Namespace) -> int:
         )  # fmt: skip
     if not args.resume_dir:
         shutil.rmtree(resume, ignore_errors=True)
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    if args.json:
-        as_json({**report.to_dict(), "out": str(out), "file_bytes": size})
-        return 0
-    table("", *report.table())
-    if report.budget is not None:
-        _show(report.budget)
-    print(f"{len(report.rows)} linears in {report.seconds:.0f} s; wrote {out} ({megabytes(size)} MB)")
-    return 0
+    return report
 
 
 def _only_for_text(args: argparse.Namespace) -> None:

@@ -24,6 +24,30 @@ def loading(command: argparse.ArgumentParser) -> None:
     )
 
 
+def clustering(command: argparse.ArgumentParser, what: str) -> None:
+    """The options of every command that spreads its work over a Ray cluster."""
+    command.add_argument(
+        "--ray", action="store_true",
+        help=f"spread {what} over the cluster that RAY_ADDRESS names, or over processes of this machine (lowbit[cluster])",
+    )  # fmt: skip
+    command.add_argument(
+        "--workers", type=int, metavar="N",
+        help="with --ray: processes, each of --threads CPUs (4), or of a GPU (default: what there is room for)",
+    )  # fmt: skip
+
+
+def refuse_cluster(args: argparse.Namespace, many: str) -> None:
+    """FormatError for options of a cluster that do not fit; ``many`` is the option that names the work."""
+    if args.workers is not None and not args.ray:
+        raise FormatError(f"--workers: found {args.workers} without --ray, accepted is both")
+    if args.workers is not None and args.workers < 1:
+        raise FormatError(f"--workers: found {args.workers}, accepted is 1 or more")
+    if args.ray and getattr(args, many) is None:
+        raise FormatError(f"--ray: found no --{many}, accepted is --{many} FILE: there is nothing to spread")
+    if args.ray and args.device not in ("cpu", "cuda"):
+        raise FormatError(f"--device: found {args.device}, accepted with --ray is cpu or cuda (Ray picks which)")
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print one table; numbers are right-aligned. In a pipe: the same columns, padded with spaces."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
@@ -111,9 +135,3 @@ def short(names: Sequence[str]) -> str:
 def from_pairs(rows: Sequence[Any]) -> list[Mapping[str, Any]]:
     """Named tuples as dictionaries, for JSON."""
     return [row._asdict() for row in rows]
-
-
-def one_line(error: BaseException) -> str:
-    """An error as one line; those that are not refusals of ours name their type."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, FormatError) and text else f"{type(error).__name__}: {text}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.show import as_json
+from lowbit.cli.show import as_json, clustering, refuse_cluster
 from lowbit.types import FormatError
 
 if TYPE_CHECKING:
+    from lowbit.engines.speaker import How, Spoken, Utterance
     from lowbit.models.omnivoice import Line
 
 
@@ -27,8 +30,9 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
         help='many: a text a line, or .jsonl of {"text", "ref_audio", "ref_text", "duration", "language"}',
     )  # fmt: skip
     one.add_argument(
-        "-o", "--out", required=True, metavar="OUT", help="a .wav; with --lines a directory for 0001.wav ..."
-    )
+        "-o", "--out", required=True, metavar="OUT",
+        help="a .wav; with --lines a directory for 0001.wav ..., where what is there from the same is kept",
+    )  # fmt: skip
     one.add_argument("--weights", metavar="DIR", help="a checkpoint that lowbit quantize made of this model")
     one.add_argument(
         "--precision", choices=("fp32", "fp16", "bf16", "w8a8", "w4a8", "w4a4"),
@@ -39,45 +43,69 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     one.add_argument("--steps", type=int, default=32, metavar="N", help="decoding steps (32)")
     one.add_argument("--duration", type=float, metavar="S", help="seconds of each line (default: the model's estimate)")
     one.add_argument("--language", metavar="L", help="en, zh, ... (default: none named)")
+    clustering(one, "--lines")
     one.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
     from tqdm import tqdm
 
-    from lowbit.models.omnivoice import load_omnivoice, voice_of
-    from lowbit.models.speech import write_wav
-    from lowbit.omnivoice import accelerate
+    from lowbit.engines.speaker import How, Speaker, kept, utterances
 
+    refuse_cluster(args, "lines")
+    began = time.perf_counter()
     lines, targets = _lines(args)
     _references(lines)
-    floats = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    model = load_omnivoice(args.model, args.device, floats.get(args.precision))
-    accelerate(model, args.weights, args.precision, progress=sys.stderr.isatty())
-    args.after_stop = f"what was spoken is in {args.out}"
-    voices: dict[Any, Any] = {}
-    rows: list[dict[str, Any]] = []
-    for line, target in tqdm(
-        list(zip(lines, targets, strict=True)), desc="speaking", unit="line", disable=None, leave=False
-    ):
-        began = time.perf_counter()
-        key = (line.ref_audio, line.ref_text)
-        if key not in voices:
-            voices[key] = voice_of(model, line)
-        torch.manual_seed(args.seed)
-        audio = model.generate(
-            text=line.text, language=line.language, voice_clone_prompt=voices[key], duration=line.duration,
-            num_step=args.steps,
-        )[0]  # fmt: skip
-        if not len(audio):
-            print(f"note: {line.where}: nothing but silence was generated", file=sys.stderr)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_wav(target, audio, model.sampling_rate)
-        seconds = len(audio) / model.sampling_rate
-        rows.append({"file": str(target), "seconds": seconds, "took": time.perf_counter() - began, "text": line.text})
-    _report(args, rows)
+    how = How(args.model, args.weights, args.precision, args.device, args.seed, args.steps)
+    todo = utterances(how, lines, targets)
+    rows: dict[Path, Spoken] = {}
+    if args.lines is not None:
+        rows = {what.target: there for what in todo if (there := kept(what))}
+        args.after_stop = f"what was spoken is in {args.out}, the same command goes on there"
+    if rows:
+        print(f"note: {len(rows)} of {len(lines)} lines are in {args.out} already", file=sys.stderr)
+    left = [what for what in todo if what.target not in rows]
+    if args.ray:
+        done = _on_a_cluster(args, how, left)
+    else:
+        speaker = Speaker(how, progress=sys.stderr.isatty()) if left else None
+        done = ((what, speaker(what)) for what in left if speaker)
+    with tqdm(total=len(left), desc="speaking", unit="line", disable=None, leave=False) as bar:
+        for what, row in done:
+            rows[what.target] = row
+            bar.update()
+            if not row.seconds:
+                _note(f"{what.line.where}: nothing but silence was generated")
+    _report(args, [rows[target] for target in targets], time.perf_counter() - began)
     return 0
+
+
+def _on_a_cluster(args: argparse.Namespace, how: How, left: list[Utterance]) -> Iterator[tuple[Utterance, Spoken]]:
+    """Each line when its file is written. FormatError at the end where some were not."""
+    from lowbit import cluster
+    from lowbit.engines.speaker import speaks, weight
+
+    cluster.package()
+    if not left:
+        return
+    out, failed = Path(args.out).resolve(), list[str]()
+    with cluster.mark(out) as mark, cluster.cluster(args.workers, args.threads, args.device == "cuda") as pool:
+        make = functools.partial(speaks, how.anywhere(), functools.partial(cluster.seen, mark))
+        batches = cluster.balanced(left, weight, pool.workers)
+        for what, row, why in cluster.spread(make, batches, pool, _note):
+            if row is None:
+                failed.append(f"{what.line.where}: {why}")
+            else:
+                yield what, row
+    if failed:
+        more = f" ({len(failed)} of {len(left)} lines were not spoken, the others are in {args.out})"
+        raise FormatError(failed[0] + more)
+
+
+def _note(text: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(f"note: {text}", sys.stderr)
 
 
 def _lines(args: argparse.Namespace) -> tuple[list[Line], list[Path]]:
@@ -105,6 +133,9 @@ def _lines(args: argparse.Namespace) -> tuple[list[Line], list[Path]]:
     if out.exists() and not out.is_dir():
         raise FormatError(f"--out: found a file, {args.out}, accepted with --lines is a directory")
     lines = read_lines(args.lines, base)
+    if args.ray:  # the other machines begin elsewhere
+        out = out.resolve()
+        lines = [line._replace(ref_audio=line.ref_audio and line.ref_audio.resolve()) for line in lines]
     return lines, [out / f"{number:04}.wav" for number in range(1, len(lines) + 1)]
 
 
@@ -125,11 +156,15 @@ def _references(lines: list[Line]) -> None:
                 print(f"note: {line.ref_audio}: {rate} Hz, resampled to {RATE} Hz", file=sys.stderr)
 
 
-def _report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    spoken, took = sum(row["seconds"] for row in rows), sum(row["took"] for row in rows)
+def _report(args: argparse.Namespace, rows: list[Spoken], wall: float) -> None:
+    """What was spoken, and how long it took; of files that were there already only that they are."""
+    new = [row for row in rows if not row.kept]
+    spoken, took = sum(row.seconds for row in new), sum(row.took for row in new)
     if args.json:
-        as_json({"lines": rows, "seconds": spoken, "took": took, "rtf": took / spoken if spoken else None})
+        total = {"seconds": spoken, "took": took, "rtf": took / spoken if spoken else None, "wall": wall}
+        as_json({"lines": [row._asdict() for row in rows], **total})
         return
-    where = rows[0]["file"] if len(rows) == 1 else f"{len(rows)} files in {args.out}"
+    where = rows[0].file if len(rows) == 1 else f"{len(rows)} files in {args.out}"
     rtf = f", {took / spoken:.3f} s a second of it" if spoken else ""
-    print(f"{where}: {spoken:.2f} s of speech in {took:.2f} s{rtf}")
+    all_in_all = f"; {wall:.2f} s with all that a cluster needs" if args.ray else ""
+    print(f"{where}: {spoken:.2f} s of speech in {took:.2f} s{rtf}{all_in_all}")

@@ -19,7 +19,7 @@ from lowbit.types import FormatError
 
 RATE = 24000
 SILENT = 10 ** (-50 / 20)  # RMS at or below which nothing is heard: where OmniVoice itself cuts
-INSTALL = "accepted after pip install omnivoice (--no-deps beside a torch of your own: docs/omnivoice.md)"
+INSTALL = "accepted after pip install lowbit[speech] (beside a torch of your own: docs/omnivoice.md)"
 
 
 class Line(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,16 +79,44 @@ def read_wav(path: Path) -> tuple[Any, int]:
     return x.reshape(-1, channels).mean(1), rate
 
 
-def write_wav(path: str | os.PathLike[str], audio: Any, rate: int) -> None:
-    """float32 [samples] as 16-bit PCM, whole or not at all."""
+def write_wav(path: str | os.PathLike[str], audio: Any, rate: int, comment: str = "") -> None:
+    """float32 [samples] as 16-bit PCM, whole or not at all. ``comment`` goes into the file's information, behind the
+    samples, where players and ``comment_of`` find it."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    with wave.open(str(partial), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(pcm(audio).tobytes())
+    with partial.open("wb") as raw:
+        with wave.open(raw, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(rate)
+            file.writeframes(pcm(audio).tobytes())
+        if comment:
+            text = comment.encode() + b"\0"
+            text += b"\0" * (len(text) % 2)
+            raw.write(b"LIST" + struct.pack("<I", 12 + len(text)) + b"INFOICMT" + struct.pack("<I", len(text)) + text)
+            size = raw.tell() - 8
+            raw.seek(4)
+            raw.write(struct.pack("<I", size))
+        raw.flush()
+        os.fsync(raw.fileno())
     partial.replace(path)
+
+
+def comment_of(path: str | os.PathLike[str]) -> str | None:
+    """The comment of a wav that ``write_wav`` wrote; None where there is none, or no such file."""
+    try:
+        with Path(path).open("rb") as file:
+            if file.read(12)[:4] != b"RIFF":
+                return None
+            while len(head := file.read(8)) == 8:
+                tag, size = head[:4], struct.unpack("<I", head[4:])[0]
+                if tag == b"LIST" and (data := file.read(size))[:8] == b"INFOICMT":
+                    return data[12:].rstrip(b"\0").decode(errors="replace")
+                if tag != b"LIST":
+                    file.seek(size + size % 2, os.SEEK_CUR)
+    except OSError:
+        pass
+    return None
 
 
 def pcm(audio: Any) -> Any:

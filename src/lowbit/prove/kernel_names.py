@@ -31,7 +31,10 @@ _KERNELS = (
 
 # The same of operators on the CPU. A trailing underscore (in place) is taken off first.
 _OPERATORS = (
-    ("attention", r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|varlen_attn|^lowbit::packed_attention"),
+    (
+        "attention",
+        r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|varlen_attn|^lowbit::packed_attention",
+    ),
     (
         "GEMM",
         r"::_?(addmm|mm|bmm|baddbmm|addmv|addbmm|matmul|linear|linear4|int_mm|scaled_mm|weight_int\w+_mm|einsum|dot|mv)$"

@@ -112,9 +112,9 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         for line in text.splitlines()
         if (cells := line.split("|"))[1:]
     }
-    assert rows["gaps above 5 µs inside the generation"] == ["1.00", "0.00"]
+    assert rows["gaps above 5 µs inside the generation"] == ["1.00", "-"]
     assert rows["boundaries of kernels inside replays, µs"] == ["2.2", "-"] and rows["kernels"] == ["4", "0"]
-    assert rows["GEMM, ms"] == ["0.014", "-"]
+    assert rows["GEMM, ms"] == ["0.014", "-"] and rows["of it in the decoding loop, ms"] == ["0.07", "-"]
     assert main(["profile", "--tabulate", *names]) == 0 and capsys.readouterr().out.strip() in text
     (tmp_path / "bare.md").write_text("nothing")
     for arguments, words in (

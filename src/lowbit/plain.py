@@ -114,7 +114,7 @@ def packed_attention(
 ) -> Tensor:
     """As ops.packed_attention; qkv stays."""
     _known("isa", isa)
-    parts = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split([heads, kv_heads, kv_heads], 1)
+    parts = torch.split(qkv.view(len(qkv), heads + 2 * kv_heads, -1), [heads, kv_heads, kv_heads], 1)
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
         a, b = (x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)).chunk(2, -1)

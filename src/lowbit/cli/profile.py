@@ -67,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
     if args.trace and not args.trace.endswith(TRACES):
         raise FormatError(f"--trace: found {args.trace}, accepted is a name that ends in {' or '.join(TRACES)}")
     if args.model and args.model.endswith(TRACES):
-        found, what = prof.of_file(args.model, args.steps), f"trace {args.model}"
+        found, what, facts = prof.of_file(args.model, args.steps), f"trace {args.model}", {}
     else:
         job = _job(args)
         what = job.what
         found = prof.profile(job.call, args.calls, per_call=job.steps, stacks=not args.no_stacks, path=args.trace)
         if args.device == "cuda" and found.device != "gpu":
             raise FormatError("profile: found no kernel in the trace, accepted is a GPU that CUPTI may trace")
-    document = {"what": what, **_facts(found.device), **found.as_dict()}
+        facts = _facts(found.device)
+    document = {"what": what, **facts, **found.as_dict()}
     if args.out:
         Path(args.out).write_text(json.dumps(document, default=str) + "\n", "utf-8")
     if args.json:
@@ -97,7 +98,7 @@ def _tabulate(args: argparse.Namespace) -> int:
 
 
 def _facts(device: str) -> dict[str, Any]:
-    """What the figures were measured on; nothing of a trace that was read elsewhere is known."""
+    """What the figures were measured on."""
     import torch
 
     from lowbit.bench.timer import machine
@@ -155,7 +156,7 @@ def _prepare(args: argparse.Namespace) -> Callable[[Any], object] | None:
 
 
 def _print(found: Profile, what: str) -> None:
-    from lowbit.prove.profile import BOUNDARY
+    from lowbit.prove.profile_gaps import BOUNDARY
 
     gpu = found.device == "gpu"
     unit = "kernels" if gpu else "operators"

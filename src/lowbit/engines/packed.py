@@ -224,10 +224,19 @@ class Backbone:
 
         def mix(qkv: Tensor, layer: _Layer) -> Tensor:
             if layer.at_once:
-                norms = [None if n is None else n.wide for n in (layer.q_norm, layer.k_norm)]
+                q_norm, k_norm = (None if n is None else n.wide for n in (layer.q_norm, layer.k_norm))
                 eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
                 return ops.packed_attention(
-                    qkv, *norms, *rotation, spans.bounds, self.heads, self.kv_heads, eps, layer.scale
+                    qkv,
+                    q_norm,
+                    k_norm,
+                    rotation.cosines,
+                    rotation.sines,
+                    spans.bounds,
+                    self.heads,
+                    self.kv_heads,
+                    eps,
+                    layer.scale,
                 )
             q, k, v = rotate(qkv, layer)
             return attend(q, k, v, layer.scale).flatten(1)

@@ -41,6 +41,7 @@ def markdown(found: Sequence[Found]) -> str:
     lines += [
         ("without the profiler, ms", _cells(found, lambda x: x.get("wall_ms"), ".2f")),
         ("from the first kernel to the end of the last, ms", _cells(found, lambda x: x["per_step"]["span_ms"], ".2f")),
+        ("of it in the decoding loop, ms", _cells(found, _loop, ".2f")),
         ("some kernel runs, ms", _cells(found, lambda x: x["per_step"]["busy_ms"], ".2f")),
         ("none runs, %", _cells(found, lambda x: 100 * x["idle_share"], ".1f")),
         ("kernels", _cells(found, lambda x: x["per_step"]["events"], ".0f")),
@@ -92,9 +93,18 @@ def _inside(key: str, needs: str | None = None) -> Callable[[Found], float | Non
 
     def of(one: Found) -> float | None:
         some = one.get("inside")
-        return None if not some or (needs is not None and not some[needs]) else some[key] / one["steps"]
+        return (
+            None
+            if not some or not some["runs"] or (needs is not None and not some[needs])
+            else some[key] / one["steps"]
+        )
 
     return of
+
+
+def _loop(one: Found) -> float | None:
+    some = one.get("inside")
+    return some["span_us"] / 1e3 / one["steps"] if some and some["runs"] and some["of"] == "generation" else None
 
 
 def _of_kernel(one: Found) -> float | None:

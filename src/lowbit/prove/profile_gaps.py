@@ -9,6 +9,7 @@ from lowbit.prove.trace import GENERATION, Event, is_call
 
 BOUNDARY = 5.0  # us; a shorter gap is the end of one kernel and the start of the next
 GAPS = 10
+TICK = 5e-4  # us; half a nanosecond, which is what a trace counts in: less is rounding
 
 
 class Gap(NamedTuple):
@@ -128,9 +129,10 @@ def _replays(ran: Sequence[Event], sender: Mapping[int | None, Event]) -> tuple[
     for group in groups.values():
         end = group[0].end
         for event in group[1:]:
-            if 0 <= event.start - end <= BOUNDARY:
-                close.append(event.start - end)
-            elif event.start < end:
+            apart = event.start - end
+            if apart < -TICK:
                 over.append(min(end, event.end) - event.start)
+            elif apart <= BOUNDARY:
+                close.append(max(apart, 0.0))
             end = max(end, event.end)
     return len(groups), sum(map(len, groups.values())), len(close), sum(close), len(over), sum(over)

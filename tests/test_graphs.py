@@ -87,6 +87,14 @@ def test_a_list_of_buckets_that_makes_no_sense_is_refused(buckets: tuple[int, ..
 
 def test_the_buckets_are_those_of_the_contract() -> None:
     assert check_buckets(BUCKETS) == (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
+    assert check_buckets("default") == BUCKETS
+    fine = check_buckets("fine")
+    assert fine[0] == 64 and fine[-1] == 2304 and 1024 in fine and next(b for b in fine if b >= 685) == 704
+    assert {b - a for a, b in zip(fine, fine[1:]) if b <= 1024} == {64} and {
+        b - a for a, b in zip(fine, fine[1:]) if b > 1024
+    } == {128}
+    with pytest.raises(FormatError, match="buckets: found 'finer', accepted are default, fine, or sizes"):
+        check_buckets("finer")
 
 
 @pytest.mark.parametrize("device", DEVICES)

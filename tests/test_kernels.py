@@ -404,6 +404,15 @@ def op_samples() -> list[tuple[str, tuple[object, ...]]]:
         ("quantize_rows", (x, 20)),
         ("quantize_rows", (x[:0], 20)),
     ]
+    qkv, angles = rows(5, 64), (rows(5, 8), rows(5, 8))
+    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    samples += [
+        ("add_norm", (x.clone(), x, torch.ones(64), 1e-6)),
+        ("add_norm", (x.clone(), None, torch.ones(64), 1e-6)),
+        ("silu_mul", (x,)),
+        ("packed_attention", (qkv, torch.ones(16), torch.ones(16), *angles, bounds, 2, 1, 1e-6, 0.25)),
+        ("packed_attention", (qkv[:0], None, None, *(a[:0] for a in angles), bounds[:1], 2, 1, 0.0, 0.25)),
+    ]
     return samples
 
 

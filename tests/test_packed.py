@@ -66,6 +66,23 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(sum(LENGTHS), SIZES["hidden_size"], generator=torch.Generator().manual_seed(3)).to(device, dtype)
 
 
+def test_on_a_cpu_integers_run_our_operators_and_floats_those_of_torch() -> None:
+    model, x = stack(), inputs()
+    for precision, ours in (
+        (None, 0),
+        ("w8a8", 2),
+        ({"*": "w8a8", "layers.0.*": "fp32"}, 1),
+        ({"*": "w8a8", "*.k_proj": "fp32"}, 0),
+    ):
+        backbone = Backbone(model, precision)
+        assert sum(layer.at_once for layer in backbone.layers) == ours
+        assert (backbone.attention(64) == "ours") == (ours == 2)
+        forced = Backbone(model, precision, attention="segments")
+        assert not any(layer.at_once for layer in forced.layers) and forced.attention(64) == "segments"
+        a, b = run(backbone, x), run(forced, x)
+        assert torch.equal(a, b) if not ours else 0 < reference.error(a, b) < 2e-2  # a rounding of x may fall elsewhere
+
+
 @pytest.mark.parametrize("attention", ["segments", "masked"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_float32_is_transformers_to_rounding(device: str, attention: str) -> None:
@@ -307,7 +324,7 @@ def test_the_launches_of_a_gpu_add_up_to_the_layer(
 
         monkeypatch.setattr(ops_cuda, function.__name__, noted)
     monkeypatch.setattr(packed_linears, "integer_product", lambda q, word, gate=False: TileProduct(q, gate and gated))
-    backbone = Backbone(model, precision, weights)
+    backbone = Backbone(model, precision, weights, attention="segments")
     backbone.kernel_rope = True
     got = run(backbone, x)
     assert reference.error(got, want) < 2e-3

@@ -81,11 +81,11 @@ KERNELS = {
 OPERATORS = {
     "GEMM": "aten::addmm aten::mm aten::bmm aten::linear aten::_scaled_mm aten::conv1d aten::mkldnn_convolution mkldnn::_linear_pointwise "
     "lowbit::linear lowbit::decoder_step lowbit::cuda_linear",
-    "attention": "aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu",
+    "attention": "lowbit::packed_attention aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu",
     "copy": "aten::copy_ aten::_to_copy aten::to aten::cat aten::index aten::embedding aten::clone aten::scatter_",
     "reduce": "aten::sum aten::mean aten::_softmax aten::native_layer_norm aten::_fused_rms_norm aten::argmax aten::all",
     "elementwise": "aten::add aten::add_ aten::mul aten::silu aten::rsqrt aten::fill_ aten::masked_fill_ aten::pow aten::__or__ "
-    "lowbit::quantize_rows",
+    "lowbit::quantize_rows lowbit::add_norm lowbit::silu_mul",
     "other": "aten::view aten::empty aten::transpose aten::topk aten::as_strided",
 }
 
@@ -305,7 +305,7 @@ def test_the_command_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "3 steps" in text and "GEMM" in text and "CPU was in" in text
     assert main([*line[:2], "--tokens", "2", "--no-stacks"]) == 0
     for arguments, words in (
-        (("profile",), "accepted is one of a model directory"),
+        (("profile",), "accepted is one of a model directory, a trace file, --omnivoice DIR and --random SIZE"),
         (("profile", model, "--omnivoice", model), "accepted is one of"),
         (("profile", model, "--audio", "2"), "--audio: found 2.0, accepted with --omnivoice"),
         (("profile", "--omnivoice", model, "--tokens", "2"), "--tokens: found 2, accepted without --omnivoice"),
@@ -334,18 +334,24 @@ def test_omnivoice_runs_its_own_generate(monkeypatch: pytest.MonkeyPatch) -> Non
             seen["path"] = path
             return cls()
 
+        def _generate_iterative(self, task: str) -> str:
+            return task
+
         def create_voice_clone_prompt(self, audio: tuple[torch.Tensor, int], ref_text: str) -> str:
             seen["audio"] = audio
             return "prompt"
 
         def generate(self, **more: Any) -> None:
             seen["generate"] = more
+            seen["decoded"] = self._generate_iterative("task")
 
     module = types.ModuleType("omnivoice")
     module.OmniVoice = OmniVoice  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "omnivoice", module)
     run = profile_runs.omnivoice("dir", audio=1.5, steps=4, prepare=lambda model: seen.update(prepared=model))
-    run.call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        run.call()
+    assert seen["decoded"] == "task" and trace.GENERATION in {event.name for event in recorded.events() or ()}
     assert run.steps == 4 and seen["path"] == "dir" and isinstance(seen["prepared"], OmniVoice)
     wave, rate = seen["audio"]
     assert rate == 24000 and wave.shape == (1, 72000) and 0.01 < float(wave.abs().max()) < 1

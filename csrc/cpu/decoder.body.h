@@ -94,12 +94,12 @@ static inline void turn(float* x, int64_t d, const float* weight, float eps, con
 static void append_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) {
   const int64_t d = a.head_dim;
   const Dtype dtype = a.half ? Dtype::kFloat16 : Dtype::kFloat32;
-  const int64_t item = a.half ? 2 : 4;
+  const int64_t item = a.half ? 2 : 4, row = a.row ? a.row : a.kv_heads * d;
   for (int64_t m = row_begin; m < row_end; ++m) {
     const int64_t t = a.position + m;
     for (int64_t h = 0; h < a.kv_heads; ++h) {
-      float* k = a.k + (m * a.kv_heads + h) * d;
-      const float* v = a.v + (m * a.kv_heads + h) * d;
+      float* k = a.k + m * row + h * d;
+      const float* v = a.v + m * row + h * d;
       turn(k, d, a.k_norm, a.eps, a.cosines + t * (d / 2), a.sines + t * (d / 2));
       char* keys = static_cast<char*>(a.keys) + (h * a.capacity + t / kPanel * kPanel) * d * item;
       for (int64_t j = 0; j < d; ++j) store_one(keys, dtype, j * kPanel + t % kPanel, k[j]);
@@ -195,6 +195,7 @@ static void attend_item(const AttentionArgs& a, int64_t head, int64_t first, flo
   const int64_t d = a.head_dim, share = a.heads_per_item,
                 last = first + kTileRows < a.m ? first + kTileRows : a.m;
   const int64_t rows = (last - first) * share, kv = head / (a.heads / a.kv_heads);
+  const int64_t row_of_q = a.row ? a.row : a.heads * d;
   float* q = scratch;
   float* scores = q + rows * d;
   float* part = scores + rows * kSegment;
@@ -204,17 +205,17 @@ static void attend_item(const AttentionArgs& a, int64_t head, int64_t first, flo
   const T* values = static_cast<const T*>(a.values) + kv * a.capacity * d;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t m = first + i / share, t = a.position + m;
-    const float* from = a.q + (m * a.heads + head + i % share) * d;
+    const float* from = a.q + m * row_of_q + (head + i % share) * d;
     __builtin_memcpy(q + i * d, from, static_cast<size_t>(d) * sizeof(float));
     turn(q + i * d, d, a.q_norm, a.eps, a.cosines + t * (d / 2), a.sines + t * (d / 2));
     for (int64_t j = 0; j < d; j += kLanes) store(q + i * d + j, mul(load(q + i * d + j), splat(a.scale)));
   }
-  const int64_t end = a.position + last;  // the last row sees positions below this
+  const int64_t end = a.everyone ? a.m : a.position + last;  // the last row sees positions below this
   for (int64_t begin = 0; begin < end; begin += kSegment) {
     for (int64_t i = 0; i < rows; i += kAttentionRows) {
       const int64_t n = rows - i < kAttentionRows ? rows - i : kAttentionRows;
       const auto seen = [&](int64_t row) {  // of this segment
-        const int64_t t = a.position + first + row / share + 1 - begin;
+        const int64_t t = (a.everyone ? a.m : a.position + first + row / share + 1) - begin;
         return t < 0 ? 0 : t < kSegment ? t : kSegment;
       };
       const int64_t depth = seen(i + n - 1);

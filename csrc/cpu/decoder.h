@@ -37,6 +37,8 @@ struct AttentionArgs {
   bool half;                     //
   int64_t heads_per_item;        // divides heads / kv_heads
   float* out;                    // [m, heads * head_dim]
+  int64_t row = 0;               // floats from a row of q, of k, of v to the next; 0: as drawn above
+  bool everyone = false;         // every row sees all m; position is 0
 };
 constexpr int64_t attention_items(const AttentionArgs& a) {
   return a.heads / a.heads_per_item * ((a.m + kTileRows - 1) / kTileRows);

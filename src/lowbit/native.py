@@ -18,7 +18,7 @@ LIBRARY = Path(__file__).with_name("_C.so")
 CUDA_LIBRARY = Path(__file__).with_name("_cuda13.so")
 COMPILED = LIBRARY.exists()
 
-# As csrc/torch_ops.cpp and csrc/decoder_ops.cpp have them; tests/test_plain.py compares.
+# As csrc/torch_ops.cpp, packed_ops.cpp and decoder_ops.cpp have them; tests/test_plain.py compares.
 SCHEMAS = (
     "cpu_isas() -> str",
     "cpu_isa() -> str",
@@ -42,6 +42,10 @@ SCHEMAS = (
     "Tensor tokens, int mask_id) -> (Tensor, Tensor)",
     "cuda_attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> Tensor",
     "cuda_reveal(Tensor(a!) tokens, Tensor pred, Tensor score, Tensor k) -> ()",
+    'add_norm(Tensor(a!) x, Tensor? add, Tensor weight, float eps, str isa="") -> Tensor',
+    'silu_mul(Tensor x, str isa="") -> Tensor',
+    "packed_attention(Tensor(a!) qkv, Tensor? q_norm, Tensor? k_norm, Tensor cosines, Tensor sines, Tensor bounds, "
+    'int heads, int kv_heads, float eps, float scale, str isa="") -> Tensor',
     "decoder_new(Tensor[] tensors, int[] sizes, float eps, float scale) -> int",
     "decoder_free(int decoder) -> ()",
     "decoder_scratch(int decoder, int rows) -> int",

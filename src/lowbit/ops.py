@@ -110,6 +110,70 @@ def quantize_rows(
     return codes, scales
 
 
+@torch.library.register_fake(f"{NAMESPACE}::add_norm")  # type: ignore[untyped-decorator]
+def _(x: Tensor, add: Tensor | None, weight: Tensor, eps: float, isa: str = "") -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::silu_mul")  # type: ignore[untyped-decorator]
+def _(x: Tensor, isa: str = "") -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::packed_attention")  # type: ignore[untyped-decorator]
+def _(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosines: Tensor,
+    sines: Tensor,
+    bounds: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    scale: float,
+    isa: str = "",
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads) * heads)
+
+
+def add_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float, isa: str = "") -> Tensor:
+    """x += add in place, where there is one; the RMS norm of x. Contiguous float32 on a CPU: x and add [M, N], weight [N],
+    N a multiple of 16."""
+    y: Tensor = _OPS.add_norm.default(x, add, weight, eps, isa)
+    return y
+
+
+def silu_mul(x: Tensor, isa: str = "") -> Tensor:
+    """silu(gate) * up [M, N] of x [M, 2 N], gates before ups. Contiguous float32 on a CPU, N a multiple of 16."""
+    y: Tensor = _OPS.silu_mul.default(x, isa)
+    return y
+
+
+def packed_attention(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosines: Tensor,
+    sines: Tensor,
+    bounds: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    scale: float,
+    isa: str = "",
+) -> Tensor:
+    """Attention [M, H D] of qkv [M, (H + 2 G) D]: queries and keys normed by head (weights [D] or None), turned by the angles
+    of their row (cosines, sines [M, D / 2]), everyone sees everyone of its segment. ``bounds`` int32 [S + 1], 0 .. M.
+
+    Contiguous float32 on a CPU, D a multiple of 16. qkv is scratch afterwards: keys are turned in place.
+    """
+    y: Tensor = _OPS.packed_attention.default(
+        qkv, q_norm, k_norm, cosines, sines, bounds, heads, kv_heads, eps, scale, isa
+    )
+    return y
+
+
 @torch.library.register_fake(f"{NAMESPACE}::decoder_step")  # type: ignore[untyped-decorator]
 def _(
     decoder: int,

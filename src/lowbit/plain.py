@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import layouts, native, reference
 from .layouts import panels
@@ -84,13 +86,59 @@ def quantize_rows(
     return codes.contiguous(), scales if group_size else scales[:, 0].contiguous()
 
 
+def add_norm(x: Tensor, add: Tensor | None, weight: Tensor, eps: float, isa: str = "") -> Tensor:
+    """As ops.add_norm."""
+    _known("isa", isa)
+    return functional.rms_norm(x if add is None else x.add_(add), weight.shape, weight, eps)
+
+
+def silu_mul(x: Tensor, isa: str = "") -> Tensor:
+    """As ops.silu_mul."""
+    _known("isa", isa)
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def packed_attention(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cosines: Tensor,
+    sines: Tensor,
+    bounds: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    scale: float,
+    isa: str = "",
+) -> Tensor:
+    """As ops.packed_attention; qkv stays."""
+    _known("isa", isa)
+    parts = torch.split(qkv.view(len(qkv), heads + 2 * kv_heads, -1), [heads, kv_heads, kv_heads], 1)
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        a, b = (x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)).chunk(2, -1)
+        c, s = cosines[:, None], sines[:, None]
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    q, k, v = (t.transpose(0, 1) for t in (turned(parts[0], q_norm), turned(parts[1], k_norm), parts[2]))
+    out = qkv.new_empty(heads, *q.shape[1:])
+    ends = bounds.tolist()
+    for a, b in zip(ends, ends[1:]):
+        if b > a:
+            out[:, a:b] = functional.scaled_dot_product_attention(
+                q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, enable_gqa=True
+            )
+    return out.transpose(0, 1).flatten(1)
+
+
 def _no_decoder(*_: object) -> int:
     raise FormatError("engine: found native, accepted without compiled kernels is transformers")
 
 
 if not native.COMPILED:
-    for name, function in (("linear", linear), ("quantize_rows", quantize_rows)):
-        native.implement(name, function, "CPU")
+    for function in (linear, quantize_rows, add_norm, silu_mul, packed_attention):
+        native.implement(function.__name__, function, "CPU")
     for name in ("cpu_isa", "cpu_isas"):
         native.implement(name, tier, "CompositeExplicitAutograd")
     for name in ("decoder_new", "decoder_free", "decoder_scratch", "decoder_step"):

@@ -26,11 +26,16 @@ from lowbit.bench.rtf_model import SIZES, random_model
 from lowbit.bench.rtf_set import samples
 from lowbit.bench.shell import count, integers, padded, sink, words
 from lowbit.bench.timer import machine
+from lowbit.engines.graphs import NAMED
 from lowbit.models.omnivoice import is_trained, load_omnivoice, package
 from lowbit.prove import report
 from lowbit.types import FormatError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _buckets(text: str) -> tuple[int, ...] | str:
+    return text if text in NAMED else tuple(integers(text))
 
 
 def options() -> argparse.ArgumentParser:
@@ -47,7 +52,9 @@ def options() -> argparse.ArgumentParser:
     p.add_argument(
         "--weights", action="append", default=[], metavar="ENGINE=DIR", help="a checkpoint for w8a8, w4a8 or w4a4"
     )
-    p.add_argument("--buckets", type=integers, metavar="A,B", help="packed tokens of the graphs")
+    p.add_argument(
+        "--buckets", type=_buckets, metavar="A,B", help="packed tokens of the graphs, or fine: steps of 64 and 128"
+    )
     p.add_argument(
         "--set", metavar="FILE", help='.jsonl of {"text", "ref_audio", "ref_text", "duration"} (default: built in)'
     )
@@ -88,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     trained = bool(args.model) and is_trained(model)
     facts = {"bench": "rtf", **_facts(device), "steps": args.steps, "dtype": str(model.llm.dtype).removeprefix("torch."),
              "model": f"{args.model or args.random}{'' if trained else ', random weights'}", "trained": trained}  # fmt: skip
-    settings = Settings(device, _weights(args.weights), None if args.buckets is None else tuple(args.buckets))
+    settings = Settings(device, _weights(args.weights), args.buckets)
+    if args.buckets is not None:
+        facts["buckets"] = args.buckets
     found: list[dict[str, Any]] = []
     said: rtf_run.Said = {}
     with sink("-" if args.json else None) as show, sink(args.out) as keep:

@@ -19,7 +19,7 @@ class Settings(NamedTuple):
 
     device: torch.device
     weights: Mapping[str, str] = {}
-    buckets: tuple[int, ...] | None = None
+    buckets: tuple[int, ...] | str | None = None
     progress: bool = False
 
 

@@ -168,6 +168,7 @@ def lines(
     """A line an engine and M, as they are measured: ``ms`` of the layers, ``bucket_ms`` in the bucket that ``generate`` takes, ``step_ms``."""
     known: dict[str, Packed] = {}
     engines = {name: engine_of(model) for name, model in models.items() if not name.startswith(("stock", "flashinfer"))}
+    buckets = next((engine.graphs.buckets for engine in engines.values()), BUCKETS)
     for m in sizes:
         calls: dict[str, Call] = {}
         why: dict[str, str] = {}
@@ -180,7 +181,7 @@ def lines(
             except Exception as error:
                 why[key] = one_line(error)
 
-        bucket = next((size for size in BUCKETS if size >= m), m)
+        bucket = next((size for size in buckets if size >= m), m)
         for name in models:
             if name in ("stock", "stock-graph"):
                 add(name, partial(stock, models[name], m, name != "stock"))

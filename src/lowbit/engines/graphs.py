@@ -25,6 +25,8 @@ from tqdm import tqdm
 from lowbit.types import FormatError
 
 BUCKETS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
+FINE = (*range(64, 1024, 64), *range(1024, 2305, 128))  # less padding, 26 graphs instead of 10 to capture at start-up
+NAMED = {"default": BUCKETS, "fine": FINE}
 WARM_UPS = 2
 
 Buffers = TypeVar("Buffers")
@@ -75,7 +77,8 @@ class Graphs(Generic[Buffers]):
 
     ``make(size)`` must give buffers that can be run as they are, all on ``device``; ``call`` must read its sizes from them,
     wait for nothing on the device, and keep no tensor from one call to the next. ``watch`` raises where what was
-    captured is no longer what is there (weights that were moved). FormatError for buckets that are no growing list.
+    captured is no longer what is there (weights that were moved). ``buckets`` are sizes, or a word of NAMED; FormatError for what is
+    neither or no growing list.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Graphs(Generic[Buffers]):
         call: Callable[[Buffers], Tensor | None] | Sequence[Callable[[Buffers], Tensor | None]],
         make: Callable[[int], Buffers],
         *,
-        buckets: Sequence[int] = BUCKETS,
+        buckets: Sequence[int] | str = BUCKETS,
         device: torch.device | str = "cuda",
         watch: Callable[[], None] | None = None,
         capture: bool = True,
@@ -145,7 +148,11 @@ class Graphs(Generic[Buffers]):
                 self.slots[size] = slot
 
 
-def check_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
+def check_buckets(buckets: Sequence[int] | str) -> tuple[int, ...]:
+    if isinstance(buckets, str):
+        if buckets not in NAMED:
+            raise FormatError(f"buckets: found {buckets!r}, accepted are {', '.join(NAMED)}, or sizes")
+        return NAMED[buckets]
     sizes = tuple(buckets)
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
     if not sizes or not whole or any(a >= b for a, b in zip(sizes, sizes[1:])):

@@ -34,7 +34,7 @@ def accelerate(
     model: Any,
     weights: Weights | None = None,
     precision: Precision | Stages = None,
-    buckets: Sequence[int] | None = None,
+    buckets: Sequence[int] | str | None = None,
     *,
     attention: str | None = None,
     batch: int = 1,
@@ -53,7 +53,7 @@ def accelerate(
     ``precision`` asks for integers. ``precision``: see ``packed.Backbone``; None is what the weights declare, and without
     weights the dtype of the model, which changes no token; a list of (steps, precision) gives each decoding step its own, the
     last one's steps None for the rest: [(16, "fp16"), (None, "w4a8")]. ``buckets``: packed tokens; None is 128 .. 2304 on CUDA and no
-    padding without graphs. ``batch``: utterances in one graph; more run without one. ``chunk_tokens``: packed tokens at a time
+    padding without graphs; "fine" has steps of 64 up to 1024 and of 128 up to 2304. ``batch``: utterances in one graph; more run without one. ``chunk_tokens``: packed tokens at a time
     of a long text's chunks, which are decoded together; 0 leaves them one after the other; None is 8192 on CUDA and 0 on
     a CPU. ``codec_frames``: frames of several items or chunks that the codec decodes at a time, 0 one item after the other,
     None 1500 on CUDA and 0 on a CPU. ``trim``: cut silence by our own code, to the same samples. ``attention``, ``score``,
@@ -115,7 +115,7 @@ class Engine:
         steps: Sequence[Step],
         undo: ExitStack,
         *,
-        buckets: Sequence[int] | None,
+        buckets: Sequence[int] | str | None,
         batch: int,
         graphs: bool,
         progress: bool,

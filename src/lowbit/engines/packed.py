@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit import ops_cuda
+from lowbit import ops, ops_cuda
 from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
-from lowbit.engines.packed_linears import FLOATS, Norm, Product, product_of, reasons, unshare
+from lowbit.engines.packed_linears import FLOATS, Norm, Product, is_float, product_of, reasons, unshare
 from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
 from lowbit.types import FormatError, QuantizedWeight
 
@@ -41,6 +41,7 @@ class _Layer(NamedTuple):
     gate_up: Product
     down: Product
     scale: float
+    at_once: bool  # norm, rotation and attention are one operator
 
 
 class Watch(NamedTuple):
@@ -146,9 +147,11 @@ class Backbone:
         q_norm, k_norm = (
             None if getattr(attn, n, None) is None else _norm(getattr(attn, n)) for n in ("q_norm", "k_norm")
         )
+        ours = self.device.type == "cpu" and self.dtype == torch.float32 and self.head_dim % 16 == 0
+        at_once = ours and self._forced is None and not is_float(made["qkv"])
         return _Layer(
             _norm(block.input_layernorm), made["qkv"], q_norm, k_norm, made["o"], _norm(block.post_attention_layernorm),
-            made["gate_up"], made["down"], float(attn.scaling),
+            made["gate_up"], made["down"], float(attn.scaling), at_once,
         )  # fmt: skip
 
     def _watch(self, stack: Any, linears: Mapping[str, nn.Linear]) -> Iterator[Watch]:
@@ -191,25 +194,54 @@ class Backbone:
         return Rotation(self._table.cosines[there], self._table.sines[there])
 
     def attention(self, rows: int) -> str:
-        """Which row of ``packed_attention.ATTENTIONS`` runs over so many packed rows."""
+        """Which row of ``packed_attention.ATTENTIONS`` runs over so many packed rows; "ours" on a CPU is one operator with norm
+        and rotation, in every layer whose q, k and v come of integers."""
+        if all(layer.at_once for layer in self.layers):
+            return "ours"
         return choose(self.device, self.dtype, self.head_dim, rows, self._forced)
 
     def __call__(self, x: Tensor, rotation: Rotation, spans: Spans, rows: Tensor | None = None) -> Tensor:
         """x [M, H] -> the stack's last hidden state [M, H], or of ``rows`` int64 [R] alone [R, H]. x stays as it is."""
         stream, added = x.clone(), None
-        attend = ATTENTIONS[self.attention(len(x))](spans)
-        rotate = self._rotate(rotation, x.dtype)
+        mix = self._mix(rotation, spans, len(x), x.dtype)
         y = stream
         for layer in self.layers:
             qkv = layer.qkv(y, added, layer.input_norm)
-            q, k, v = rotate(qkv, layer)
-            y = layer.o(attend(q, k, v, layer.scale).flatten(1))
+            y = layer.o(mix(qkv, layer))
             y = layer.gate_up(y, stream, layer.post_norm)
             y = layer.down(y, silu=not layer.gate_up.gated)
             added = stream
         if rows is not None:
             stream, y = stream[rows], y[rows]
         return self.norm(stream if added is None else stream + y)
+
+    def _mix(
+        self, rotation: Rotation, spans: Spans, rows: int, dtype: torch.dtype
+    ) -> Callable[[Tensor, _Layer], Tensor]:
+        """What attention of a layer makes of its qkv [M, (H + 2 G) D]: [M, H D]."""
+        way = choose(self.device, self.dtype, self.head_dim, rows, self._forced)
+        attend, rotate = ATTENTIONS[way](spans), self._rotate(rotation, dtype)
+
+        def mix(qkv: Tensor, layer: _Layer) -> Tensor:
+            if layer.at_once:
+                q_norm, k_norm = (None if n is None else n.wide for n in (layer.q_norm, layer.k_norm))
+                eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
+                return ops.packed_attention(
+                    qkv,
+                    q_norm,
+                    k_norm,
+                    rotation.cosines,
+                    rotation.sines,
+                    spans.bounds,
+                    self.heads,
+                    self.kv_heads,
+                    eps,
+                    layer.scale,
+                )
+            q, k, v = rotate(qkv, layer)
+            return attend(q, k, v, layer.scale).flatten(1)
+
+        return mix
 
     def _rotate(
         self, rotation: Rotation, dtype: torch.dtype

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowbit import ops_cuda
+from lowbit import ops, ops_cuda
 from lowbit.cuda import DeviceLinear, FourBitLinear
 from lowbit.layouts import mma_tiles
 from lowbit.nn import QuantLinear
@@ -60,6 +60,23 @@ def before(x: Tensor, residual: Tensor | None, norm: Norm | None, silu: bool) ->
     return x if norm is None else norm(x)
 
 
+def before_integers(x: Tensor, residual: Tensor | None, norm: Norm | None, silu: bool) -> Tensor:
+    """The same by our own operators, where x is float32 on a CPU: one pass each, other last bits than torch's. Not before
+    a float product, which owes stock its bits."""
+    wide = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() == 2 and x.is_contiguous()
+    if not wide or x.shape[1] % (32 if silu else 16):
+        return before(x, residual, norm, silu)
+    if silu:
+        x = ops.silu_mul(x)
+    if norm is None or x.shape[1] % 16:
+        return before(x, residual, norm, False)
+    return (
+        ops.add_norm(x, None, norm.wide, norm.eps)
+        if residual is None
+        else ops.add_norm(residual, x, norm.wide, norm.eps)
+    )
+
+
 class FloatProduct:
     """weight [N, K] in the model's dtype."""
 
@@ -87,7 +104,7 @@ class LayerProduct:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
     ) -> Tensor:
-        return self.layer.compute(before(x, residual, norm, silu))
+        return self.layer.compute(before_integers(x, residual, norm, silu))
 
 
 class TileProduct:
@@ -129,13 +146,21 @@ class SideBySide:
 
     def __init__(self, products: Sequence[Product], why: str) -> None:
         self.products = list(products)
+        self._before = before if any(map(is_float, products)) else before_integers
         self.kind = f"{' | '.join(product.kind for product in products)} ({why})"
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, norm: Norm | None = None, silu: bool = False
     ) -> Tensor:
-        inside = before(x, residual, norm, silu)
+        inside = self._before(x, residual, norm, silu)
         return torch.cat([product(inside) for product in self.products], -1)
+
+
+def is_float(product: Product) -> bool:
+    """Whether some of a product multiplies the model's own weights."""
+    return isinstance(product, FloatProduct) or (
+        isinstance(product, SideBySide) and any(map(is_float, product.products))
+    )
 
 
 # -- from weights ---------------------------------------------------------------------------------------------------

@@ -106,5 +106,5 @@ def _tried(what: str, call: Call, n: int, device: str, seconds: float) -> list[R
     """Nothing where this torch or this chip has no such product."""
     try:
         return [_rate(what, call, n, device, seconds)]
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return []

@@ -31,7 +31,10 @@ _KERNELS = (
 
 # The same of operators on the CPU. A trailing underscore (in place) is taken off first.
 _OPERATORS = (
-    ("attention", r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|varlen_attn"),
+    (
+        "attention",
+        r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|varlen_attn|^lowbit::packed_attention",
+    ),
     (
         "GEMM",
         r"::_?(addmm|mm|bmm|baddbmm|addmv|addbmm|matmul|linear|linear4|int_mm|scaled_mm|weight_int\w+_mm|einsum|dot|mv)$"
@@ -53,7 +56,7 @@ _OPERATORS = (
         r"::_?(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|reciprocal|exp|log|cos|sin|tanh|sigmoid|silu|gelu|relu|elu|where"
         r"|masked_fill|fill|zero|clamp\w*|abs|sign|round|floor|ceil|eq|ne|lt|le|gt|ge|isfinite|isnan|isinf|logical_\w+"
         r"|bitwise_\w+|maximum|minimum|lerp|addcmul|addcdiv|remainder|fmod|floor_divide|rand|randn|uniform|normal|arange"
-        r"|square|erf|sinc|snake|leaky_relu|triu|tril|rand_like|__\w+__)$|^lowbit::(cuda_)?(quantize|norm_rope|dequantize)",
+        r"|square|erf|sinc|snake|leaky_relu|triu|tril|rand_like|__\w+__)$|^lowbit::(cuda_)?(quantize|norm_rope|dequantize|add_norm|silu_mul)",
     ),
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,9 @@ import torch
 
 from lowbit.prove import trace
 from lowbit.prove.kernel_names import CATEGORIES, of_kernel, of_operator
+from lowbit.prove.profile_gaps import BOUNDARY, GAPS, Gap, Inside, busy_and_spaces, gap_of, inside
 from lowbit.prove.trace import Event
 from lowbit.types import FormatError
-
-BOUNDARY = 5.0  # us; a shorter gap is the end of one kernel and the start of the next
-GAPS = 10
 
 
 class Row(NamedTuple):
@@ -35,23 +33,12 @@ class Row(NamedTuple):
     mean_us: float
 
 
-class Gap(NamedTuple):
-    """Time with nothing running, from the end of ``before`` to the start of ``after``; ``stack``: what the CPU was in
-    when it sent ``after``, the outermost first; ``late``: it was sent after the gap had begun (None: not known)."""
-
-    start_us: float
-    us: float
-    before: str
-    after: str
-    late: bool | None
-    stack: tuple[str, ...]
-
-
 class Profile(NamedTuple):
     """``span_ms`` from the first event to the end of the last, of all ``steps``; ``busy_ms`` of it with something
     running. ``launches`` are calls that send work (a graph is one), None where the trace has none; ``launch_us`` the
     CPU time they took, ``late_us`` the idle time in gaps whose next kernel had not been sent when they began.
-    ``boundary_us`` and ``boundaries`` are of the gaps up to ``BOUNDARY``. ``wall_ms``: a step without the profiler."""
+    ``boundary_us`` and ``boundaries`` are of the gaps up to ``BOUNDARY``. ``inside``: of a GPU, what is between the first and the
+    last kernel of a generation. ``wall_ms``: a step without the profiler."""
 
     device: str
     steps: int
@@ -66,6 +53,7 @@ class Profile(NamedTuple):
     boundaries: int
     boundary_us: float
     gaps: list[Gap]
+    inside: Inside | None = None
     wall_ms: float | None = None
     trace: str | None = None
 
@@ -78,7 +66,7 @@ class Profile(NamedTuple):
         """For JSON; what is a step's is divided by the steps."""
         return {
             **self._asdict(), "rows": [row._asdict() for row in self.rows], "gaps": [gap._asdict() for gap in self.gaps],
-            "idle_share": self.idle, "per_step": self.per_step(),
+            "inside": None if self.inside is None else self.inside.as_dict(), "idle_share": self.idle, "per_step": self.per_step(),
         }  # fmt: skip
 
     def per_step(self) -> dict[str, float | None]:
@@ -103,19 +91,31 @@ def analyse(events: Sequence[Event], steps: int = 1, gaps: int = GAPS) -> Profil
     if not ran:
         raise FormatError("profile: found no kernel and no operator, accepted is a run that has some")
     parts = [(e.name, e.duration) for e in ran] if on_gpu else _self_times(events)
-    sent = [event for event in events if event.kind == "launch"]
+    sent = _outermost([event for event in events if event.kind == "launch"])
     sender: dict[int | None, Event] = {}
     if on_gpu:
         sender = {event.correlation: event for event in sent if event.correlation is not None}
-    busy, spaces = _busy(ran)
-    found = [_gap(before, after, sender) for before, after in spaces]
+    busy, spaces = busy_and_spaces(ran)
+    found = [gap_of(before, after, sender) for before, after in spaces]
+    marks = [event for event in events if event.kind == "mark"]
     small = [gap.us for gap in found if gap.us <= BOUNDARY]
     largest = sorted(found, key=lambda gap: -gap.us)[:gaps]
     return Profile(
         "gpu" if on_gpu else "cpu", steps, (max(e.end for e in ran) - ran[0].start) / 1e3, busy / 1e3,
         _rows(parts, of_kernel if on_gpu else of_operator), len(parts), len(sent) if on_gpu and sent else None,
         sum(e.duration for e in sent), sum(gap.us for gap in found if gap.late), len(found), len(small), sum(small), largest,
+        inside(ran, marks, sender, gaps) if on_gpu else None,
     )  # fmt: skip
+
+
+def _outermost(sent: Sequence[Event]) -> list[Event]:
+    """Launches, without those of the driver by which the runtime sends: they have its correlation."""
+    first: dict[int | None, Event] = {}
+    return [
+        e
+        for e in sorted(sent, key=lambda e: e.start)
+        if e.correlation is None or first.setdefault(e.correlation, e) is e
+    ]
 
 
 def _rows(parts: Sequence[tuple[str, float]], category: Callable[[str], str]) -> list[Row]:
@@ -138,28 +138,6 @@ def _self_times(events: Sequence[Event]) -> list[tuple[str, float]]:
         if parents:
             inner[id(parents[-1])] = inner.get(id(parents[-1]), 0.0) + event.duration
     return [(event.name, max(event.duration - inner.get(id(event), 0.0), 0.0)) for event, _ in nested]
-
-
-def _busy(ran: Sequence[Event]) -> tuple[float, list[tuple[Event, Event]]]:
-    """Microseconds in which at least one event ran, and the pairs of events around the time in which none did."""
-    busy, begin, last = 0.0, ran[0].start, ran[0]
-    spaces: list[tuple[Event, Event]] = []
-    for event in ran[1:]:
-        if event.start > last.end:
-            busy += last.end - begin
-            begin = event.start
-            spaces.append((last, event))
-        if event.end > last.end:
-            last = event
-    return busy + last.end - begin, spaces
-
-
-def _gap(before: Event, after: Event, sender: Mapping[int | None, Event]) -> Gap:
-    """``sender``: a correlation to the launch of a GPU's event; operators of the CPU have none."""
-    launch = sender.get(after.correlation)
-    late = None if launch is None else launch.start >= before.end
-    stack = after.stack if launch is None else launch.stack
-    return Gap(before.end, after.start - before.end, before.name, after.name, late, stack)
 
 
 def profile(
@@ -217,6 +195,9 @@ def _record(fn: Callable[[], object], calls: int, steps: int, stacks: bool, file
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds):  # the first use of CUPTI makes gaps of its own
+            fn()
+            _synchronize()
     file.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile(activities=kinds, with_stack=stacks) as recorded:
         for call in range(calls):

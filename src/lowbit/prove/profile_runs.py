@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit.models.omnivoice import RATE, made_up_voice
+from lowbit.prove.trace import GENERATION
 from lowbit.types import FormatError
 
 TEXT = "Seven grey geese crossed the river before sunrise."
@@ -61,7 +62,7 @@ def text(
 
 
 def omnivoice(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     words: str = TEXT,
     audio: float = 2.0,
     steps: int = 32,
@@ -69,9 +70,11 @@ def omnivoice(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[Any], object] | None = None,
+    made: Callable[[], Any] | None = None,
 ) -> Run:
     """The stock model's voice clone of ``audio`` seconds behind 3 s of a made-up reference, waveform included, its
-    post-processing (silence trimming on the CPU) not. ``prepare`` is called with the model first, to accelerate it.
+    post-processing (silence trimming on the CPU) not. ``prepare`` is called with the model first, to accelerate it; ``made`` gives
+    the model where there is no path. The decoding loop is marked in the trace.
 
     FormatError where the package ``omnivoice`` is not installed.
     """
@@ -85,10 +88,18 @@ def omnivoice(
         raise FormatError(
             f"--omnivoice: found {steps} steps of {audio:g} s, accepted is 1 step or more of more than 0 s"
         )
-    model = OmniVoice.from_pretrained(str(path), device_map=device, dtype=dtype)
+    model = OmniVoice.from_pretrained(str(path), device_map=device, dtype=dtype) if made is None else made()
     if prepare is not None:
         prepare(model)
     prompt = model.create_voice_clone_prompt((made_up_voice(3.0), RATE), ref_text="The harbour was quiet.")
+
+    decode = model._generate_iterative
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(GENERATION):
+            return decode(*args, **kwargs)
+
+    model._generate_iterative = marked
 
     def call() -> object:
         torch.manual_seed(0)

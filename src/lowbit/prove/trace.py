@@ -20,6 +20,9 @@ _KINDS = {
 _LAUNCH = re.compile(r"LaunchKernel|GraphLaunch|LaunchCooperative|Memcpy\w*Async|Memset\w*Async")
 
 
+GENERATION = "lowbit generation"  # what the decoding loop of an utterance is marked with
+
+
 class Event(NamedTuple):
     """``kind``: "gpu" (kernel, copy, fill), "launch" (the call that sent it), "op", "python" or "mark" on the CPU.
     Microseconds. ``lane``: device and stream, or process and thread. ``correlation`` of a launch and of what it sent
@@ -112,6 +115,11 @@ def with_stacks(events: Sequence[Event]) -> list[Event]:
 def mark(call: int, steps: int) -> str:
     """What a user annotation is called that ``steps_of`` counts."""
     return f"lowbit call {call}, {steps} steps"
+
+
+def is_call(event: Event) -> bool:
+    """Whether an event is such an annotation."""
+    return event.kind == "mark" and _MARK.match(event.name) is not None
 
 
 def steps_of(events: Sequence[Event]) -> int:

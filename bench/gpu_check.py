@@ -793,14 +793,16 @@ def speed4() -> None:
 
 
 def chain() -> None:
-    """28 layers of four linears; the GEMMs alone, then with quantize (norm, residual, silu) before each."""
+    """28 layers of four linears; the GEMMs alone, then with quantize (norm, residual) before each. SiLU·mul is in the end of
+    the product of gate and up where the chip's GEMM has it (more than 16 rows), else in the quantizer behind it."""
     for mode in MODES:
         parts = {name: Stack(mode, n, k, LAYERS, DEVICE) for name, (n, k) in LAYER.items()}
         for m in (1, 16, 172, 685, 1890):
             small = m <= 16 and mode != "w8"
+            gated = HOPPER and not small
             row = {name: ops_cuda.GEMV if small else best.get((mode, name, m), -1) for name in LAYER}
             inputs = {
-                name: torch.randn(m, k * (2 if name == "down" else 1), device=DEVICE).half()
+                name: torch.randn(m, k * (2 if name == "down" and not gated else 1), device=DEVICE).half()
                 for name, (_, k) in LAYER.items()
             }
             res = torch.zeros(m, 1024, device=DEVICE).half()
@@ -814,11 +816,12 @@ def chain() -> None:
                 inputs: dict[str, Tensor] = inputs,
                 res: Tensor = res,
                 norm: Tensor = norm,
+                gated: bool = gated,
             ) -> tuple[Tensor, Tensor, Tensor]:
                 fused = (
                     {"residual": res, "norm": norm, "eps": 1e-6}
                     if name in ("qkv", "gate_up")
-                    else {"silu": name == "down"}
+                    else {"silu": name == "down" and not gated}
                 )
                 return ops_cuda.quantize(
                     inputs[name], hadamard=True, down=parts[name].down[i], tile_order=not small, **fused
@@ -836,7 +839,9 @@ def chain() -> None:
                 for name in LAYER
             ]
             full = [
-                lambda name=name, i=i: parts[name].product(i, quant(name, i), row[name])
+                lambda name=name, i=i: parts[name].product(
+                    i, quant(name, i), ops_cuda.GEMV if small else -1, gated and name == "gate_up"
+                )
                 for i in range(LAYERS)
                 for name in LAYER
             ]
@@ -849,6 +854,36 @@ def chain() -> None:
                 quantize=replayed(quants) / LAYERS,
                 all=replayed(full) / LAYERS,
             )
+
+
+def attention() -> None:
+    """Attention over the segments of an utterance, conditional and unconditional: ours and torch's. Right? tests/test_attention_gpu.py."""
+    from lowbit.engines.packed_attention import ATTENTIONS, Spans
+
+    for c, m in ((111, 172), (435, 685), (1140, 1890)):
+        qkv = torch.randn(m, 32, 128, device=DEVICE).half()
+        q, k, v = qkv[:, :16], qkv[:, 16:24], qkv[:, 24:]
+        spans = Spans(torch.tensor([0, c, m], dtype=torch.int32, device=DEVICE), max(c, m - c))
+        attend = {name: ATTENTIONS[name](spans) for name in ("ours", "varlen")}
+        us = {name: replayed([lambda f=f: f(q, k, v, 128**-0.5)] * 28) / 28 for name, f in attend.items()}
+        say(attention=f"{m} = {c} + {m - c} rows, 16/8 heads", us=us["ours"], varlen=us["varlen"])
+
+
+def decode() -> None:
+    """The two launches that end a decoding step. Right? tests/test_decode_step_gpu.py."""
+    frames, books, classes = 250, 8, 1025
+    logits = torch.randn(2, 1, frames, books, classes, device=DEVICE).half()
+    noise, penalty = torch.rand(1, books, frames, device=DEVICE), torch.zeros(books, 1, device=DEVICE)
+    one, valid = torch.ones((), device=DEVICE), torch.ones(1, 1, frames, dtype=torch.bool, device=DEVICE)
+    tokens = torch.full((1, books, frames), classes - 1, device=DEVICE)
+    score = [lambda: ops_cuda.guided_score(logits, one, penalty, one, noise, valid, tokens, classes - 1)]
+    say(guided_score=f"{frames} frames, {books} books, {classes} classes, fp16", us=replayed(score * 28) / 28)
+    pred, best = (t.reshape(1, -1) for t in score[0]())
+    k, flat = torch.full((1,), frames * books // 32, device=DEVICE), tokens.reshape(1, -1)
+    say(
+        reveal=f"{frames * books} slots",
+        us=replayed([lambda: ops_cuda.reveal(flat, pred, best, k)] * 28) / 28,
+    )
 
 
 def peers() -> None:
@@ -932,7 +967,9 @@ def main() -> None:
     names = [a for a in sys.argv[1:] if not a.startswith("--") and not a.endswith((".json", ".jsonl"))]
     target = next((a for a in sys.argv[1:] if a.endswith((".json", ".jsonl"))), None)
     print("torch", torch.__version__, torch.cuda.get_device_name(0), "refuses:", ops_cuda.refuses(0), flush=True)
-    every = (quantize, gemm, gemv, int4, rope, overlap, module, small, error, speed, speed4, chain, peers)
+    every = (
+        quantize, gemm, gemv, int4, rope, overlap, module, small, error, speed, speed4, chain, attention, decode, peers,
+    )  # fmt: skip
     for mode in [m for m in MODES if names and m not in names and any(n in MODES for n in names)]:
         del MODES[mode]  # "gemm w8": that mode alone
     for run in every:

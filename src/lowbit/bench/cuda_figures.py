@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from lowbit.bench import markdown
 
 Line = Mapping[str, Any]
-KINDS = ("layer", "gemm", "gemv", "quantize", "peers", "rope", "inverse_rms", "dequantize", "int4", "error")
+KINDS = (
+    "layer", "gemm", "gemv", "quantize", "peers", "rope", "attention", "guided_score", "reveal", "inverse_rms",
+    "dequantize", "int4", "error",
+)  # fmt: skip
 NAMES = {
     "w4two": "two-level scales", "w4ch": "channel scales", "w4grp": "fp16 scale per 64", "w8": "8-bit weights",
     "w4a4": "4-bit activations",
@@ -21,7 +24,7 @@ TARGETS_OF = "NVIDIA H200"
 TOLD = """Microseconds: medians of CUDA events around graphs of at least 28 launches, every launch its own weights, programmatic
 dependent launch; rank {rank} and bias in every product. Made by `bench/gpu_check.py`. "linears" are the four products of a
 layer (qkv 4096×1024, o 1024×2048, gate and up 6144×1024, down 1024×3072), "whole" is with the quantize launches before
-them (residual and norm, SiLU·mul)."""
+them (residual and norm) and SiLU·mul: in the end of the product of gate and up, up to 16 rows in the quantizer."""
 FORETOLD = """*Predicted*, not measured: instructions of the main loop in the disassembly against the chip's published rates, or the
 weight through its memory (`lowbit.bench.predict`). Launches and the ends of tiles are not in it. `make bench-l4` on an
 L4 replaces it."""
@@ -198,6 +201,9 @@ def _rest(mine: Known) -> str:
     """Kernels of one figure each."""
     names = {
         "rope": "norm and rotation of queries and keys",
+        "attention": "attention",
+        "guided_score": "guided score",
+        "reveal": "reveal",
         "inverse_rms": "inverse RMS",
         "dequantize": "codes to fp16",
     }

@@ -15,7 +15,8 @@ PRODUCTS_A_SECOND = 132 * 4096 * 1.84e9  # int8 on its tensor cores: multiproces
 
 
 class Row(NamedTuple):
-    """A kernel at one case: the line, its value, the bytes and int8 products of one launch, what is known to bound it."""
+    """A kernel at one case: the line, its value, the bytes and int8 products of one launch (fp16 ones count twice), what is
+    known to bound it."""
 
     kernel: str
     what: str
@@ -31,6 +32,13 @@ def _product(kernel: str, name: str, n: int, k: int, m: int, key: str, bound: st
     return Row(
         kernel, f"{n}×{k}, M={m}", ("gemm", "w4two", name, m), key, weight + m * k + m * n * 2, m * n * k, bound
     )  # fmt: skip
+
+
+def _attention(c: int, m: int, bound: str) -> Row:
+    case = ("attention", f"{m} = {c} + {m - c} rows, 16/8 heads", None, None)
+    products = 2 * 16 * 128 * (c * c + (m - c) ** 2)
+    # fp16 runs at half the rate of int8
+    return Row("`attention`", f"{m} rows, 16 on 8 heads", case, "us", m * (32 + 16) * 256, 2 * products, bound)
 
 
 def _gemv(n: int, k: int, m: int, bound: str) -> Row:
@@ -65,8 +73,15 @@ ROWS = (
     ),
     Row(
         "`norm_rope`", "685 rows, 16 + 8 heads", ("rope", "685 rows, 16/8 heads", None, None), "us",
-        685 * 24 * 128 * 4 + 685 * 512, 0, "a warp a head has one load in flight",
+        685 * 24 * 128 * 4 + 685 * 512, 0, "launch, and one round trip to L2: a thread has two loads of x in flight",
     ),
+    _attention(435, 685, "nine blocks of keys in a row and the start of a CTA; 88 CTAs on 132 multiprocessors"),
+    _attention(1140, 1890, "36 blocks of keys on the fullest multiprocessor, 28 on average; a block takes twice its products' time"),
+    Row(
+        "`guided_score`", "250 frames, 8 books", ("guided_score", "250 frames, 8 books, 1025 classes, fp16", None, None), "us",
+        2 * 250 * 8 * 1025 * 2, 0, "launch, and three passes over a row of classes",
+    ),
+    Row("`reveal`", "2000 slots", ("reveal", "2000 slots", None, None), "us", 2000 * 20, 0, "launch, one CTA"),
     Row(
         "`inverse_rms`", "685×1024", ("inverse_rms", "685x1024", None, None), "us",
         685 * 1024 * 2 + 685 * 4, 0, "by its size, launch",

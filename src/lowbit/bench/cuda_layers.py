@@ -126,10 +126,11 @@ class Stack:
             x, hadamard=True, down=self.down[i] if self.rank else None, tile_order=not few, **before
         )
 
-    def product(self, i: int, x: tuple[Tensor, Tensor, Tensor], row: int | None = None) -> Tensor:
+    def product(self, i: int, x: tuple[Tensor, Tensor, Tensor], row: int | None = None, gated: bool = False) -> Tensor:
         row = (ops_cuda.GEMV if self.few(x[0].shape[0]) else -1) if row is None else row
         up = self.up[i] if self.rank else None
-        return ops_cuda.linear(*x, self.weights[i], self.channel, self.bias, up, self.n, self.mode, torch.float16, row)
+        weight, half = self.weights[i], torch.float16
+        return ops_cuda.linear(*x, weight, self.channel, self.bias, up, self.n, self.mode, half, row, gated)
 
     def both(self, i: int, x: Tensor, **before: Any) -> Tensor:
         return self.product(i, self.quantize(i, x, **before))

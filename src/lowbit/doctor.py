@@ -191,7 +191,7 @@ PARTS: tuple[Callable[[], Iterator[Row]], ...] = (versions, cpu, threads, gpu, e
 
 
 def examine(parts: Sequence[Callable[[], Iterator[Row]]] = PARTS) -> list[Row]:
-    """All lines. A part that fails is a red line itself."""
+    """All lines. Nothing is refused: a part that raises an Error of any kind is a red line itself."""
     rows: list[Row] = []
     for part in parts:
         try:
@@ -211,7 +211,7 @@ def examine(parts: Sequence[Callable[[], Iterator[Row]]] = PARTS) -> list[Row]:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page as text: a heading a part, then what to do about what is red."""
+    """The page as text: a heading a part, then what to do about what is red. ValueError for no rows."""
     lines: list[str] = []
     part = ""
     width = max(len(row.name) for row in rows)

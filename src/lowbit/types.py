@@ -45,7 +45,7 @@ class Scheme:
     activation: Activation = Activation()
 
     def group_of(self, k: int) -> int:
-        """The group size for a layer of K = k in features."""
+        """The group size for a layer of K = k in features. Nothing is refused."""
         return k if self.group_size == -1 else self.group_size
 
 
@@ -132,18 +132,20 @@ class QuantizedWeight:
 
     @property
     def groups(self) -> int:
+        """Groups of columns, G."""
         return self.scales.shape[1]
 
     @property
     def symmetric(self) -> bool:
+        """Whether the codes are signed and have no zero points."""
         return self.zeros is None
 
     def with_(self, **changes: object) -> QuantizedWeight:
-        """A copy with some fields replaced."""
+        """A copy with some fields replaced; FormatError where they do not fit the others."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same on a device."""
+        """The same on a device; RuntimeError of torch where there is none."""
 
         def there(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
@@ -153,7 +155,8 @@ class QuantizedWeight:
         return replace(self, **moved, low_rank=branch)  # type: ignore[arg-type]
 
     def check_values(self, layer: str = "") -> None:
-        """Refuse what shapes cannot show: codes out of range, non-finite scales, a perm that is none. Reads all data."""
+        """FormatError for what shapes cannot show: codes out of range, scales that are not finite, a perm that is none. Reads all
+        data. ``layer`` begins the message."""
         where = f"{layer}: " if layer else ""
         top = 2**self.bits - 1
         low, high = (0, top) if self.zeros is not None else (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)

@@ -19,6 +19,7 @@ class W4A8Linear(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [..., N] of x [..., K] float, in its dtype. FormatError and RuntimeError as `w4a8_linear`."""
         return functional.w4a8_linear(x, self.packed, self.scales, self.zeros, self.group_size, self.perm, self.bias)
 
 
@@ -32,6 +33,7 @@ class W8A8Linear(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [..., N] of x [..., K] float, in its dtype. FormatError and RuntimeError as `w8a8_linear`."""
         return functional.w8a8_linear(x, self.w_int8, self.scale_wt, self.bias)
 
 
@@ -44,6 +46,7 @@ class Fp16Linear(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [..., N] of x [..., K] float, in its dtype. FormatError and RuntimeError as `fp16_gemv`."""
         return functional.fp16_gemv(x, self.weight, self.bias)
 
 

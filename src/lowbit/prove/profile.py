@@ -194,7 +194,8 @@ def profile(
 
 
 def of_file(path: str | os.PathLike[str], steps: int | None = None) -> Profile:
-    """The figures of a trace that is there already. ``steps``: None counts its marks, and takes 1 where it has none."""
+    """The figures of a trace that is there already. ``steps``: None counts its marks, and takes 1 where it
+    has none. FormatError for a file that is absent, no trace, or without events."""
     events = trace.with_stacks(trace.read(path))
     return analyse(events, steps or trace.steps_of(events) or 1)._replace(trace=str(path))
 

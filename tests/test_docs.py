@@ -1,0 +1,224 @@
+"""Every block of the README and of docs/*.md runs here, on tiny models that lie where the pages say; doc_blocks.py has the rules."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import doc_blocks
+import samples
+import tiny_omnivoice
+from doc_blocks import ROOT, Wrong, blocks, check
+from lowbit.cli import main
+
+transformers = pytest.importorskip("transformers")
+TEXT = "The quick brown fox jumps over the lazy dog; it was not amused. " * 60
+PAGES = [ROOT / "README.md", ROOT / "hub" / "quant-matmul" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SPOKEN = {"text": "Two words.", "ref_audio": "voice.wav", "ref_text": "The harbour was quiet."}
+
+
+def plain(place: Path) -> Path:
+    """A llama of 259 tokens: three special ones and every byte."""
+    tokenizer = samples.byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def gptq(place: Path) -> Path:
+    """The same as a GPTQ checkpoint."""
+    made = plain(place.with_name("plain")), place.with_name("ours")
+    assert main(["quantize", str(made[0]), str(made[1]), "--method", "rtn", "--group", "32", "--json"]) == 0
+    assert main(["convert", str(made[1]), str(place), "--to", "gptq", "--json"]) == 0
+    for folder in made:
+        shutil.rmtree(folder)
+    return place
+
+
+def text(place: Path) -> Path:
+    place.write_text(TEXT, "utf-8")
+    return place
+
+
+def speech(place: Path) -> Path:
+    """Paths in it are whole ones: it is not read where it was made."""
+    folder = place.with_suffix("")
+    folder.mkdir()
+    rows = [json.loads(line) for line in samples.speech(folder).read_text().splitlines()]
+    place.write_text("".join(json.dumps({**row, "audio": str(folder / row["audio"])}) + "\n" for row in rows))
+    return place
+
+
+def voice(place: Path) -> Path:
+    return samples.wav(place, 2.0, 24000)
+
+
+def prompts(place: Path) -> Path:
+    place.write_text(json.dumps(SPOKEN) + "\n", "utf-8")
+    return place
+
+
+# What the pages call by these names, and what lies there while they run.
+NAMES: dict[str, Callable[[Path], Path]] = {
+    "path/to/model": plain, "path/to/checkpoint": gptq, "MODEL": plain, "OTHER": plain, "WHISPER": samples.whisper,
+    "k2-fsa/OmniVoice": tiny_omnivoice.write, "calibration.txt": text, "c4.txt": text, "wiki.txt": text,
+    "speech.jsonl": speech, "other_clips.jsonl": speech, "clips.jsonl": speech, "voice.wav": voice,
+    "prompts.jsonl": prompts, "bench": lambda place: ROOT / "bench",
+}  # fmt: skip
+# What the pages say for a GPU, for text of real length or for real sizes, and what is run here instead.
+HERE = {
+    "--device cuda": "--device cpu", 'device_map="cuda:0", dtype=torch.float16': 'device_map="cpu", dtype=torch.float32',
+    "--tokens 8192": "--tokens 256", "--skip 60000": "--skip 60", "--skip 100000": "--skip 100",
+    "--steps 32 --audio 10": "--steps 2 --audio 0.4", "--dtype float16": "--dtype float32",
+    "--shape 4096x4096": "--shape 64x128",
+    "from kernels import get_kernel": "from lowbit import functional",
+    'get_kernel("lowbit/quant-matmul", version=1, trust_remote_code=True)\n\n': "functional\n\n",
+    "(0, 16, (4096, 4096))": "(0, 16, (64, 4096))", "(4096, 32)": "(64, 32)",
+}  # fmt: skip
+# Options that make a command shorter here.
+SHORTER = {
+    "quantize": ["--tokens", "64"], "run": ["--max-new-tokens", "4"], "speak": ["--steps", "2", "--duration", "0.4"],
+    "eval": ["--context", "64"], "bench": ["--seconds", "0.002"],
+}  # fmt: skip
+
+
+def omnivoice() -> bool:
+    try:
+        import omnivoice  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture()
+def place(tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """The current folder, empty; a call puts there what a page names. What the page changes outside is put back."""
+
+    def lay(page: str) -> None:
+        for name, make in NAMES.items():
+            if name not in page:
+                continue
+            kept = shelf / name.replace("/", "-")
+            if not kept.exists():
+                kept.parent.mkdir(exist_ok=True)
+                made = make(kept)
+                kept = made if make is not NAMES["bench"] else kept
+                if not kept.exists():
+                    kept.symlink_to(made)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).symlink_to(kept)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    yield lay
+    torch.set_num_threads(threads)
+    from lowbit import disable_transformers
+
+    disable_transformers()
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_block_of_the_page_runs(page: str, place: Callable[[str], None]) -> None:
+    """In the order of the page, in one folder and one namespace: what a block leaves, the next one has."""
+    source = (ROOT / page).read_text("utf-8")
+    found = list(blocks(page, source))
+    wanting = set() if omnivoice() else {block for block in found if block.why is None and "OmniVoice" in block.text}
+    place("".join(block.text for block in found if block.why is None and block not in wanting))
+    space: dict[str, Any] = {"__name__": "__main__"}
+    for block in found:
+        here = block.text
+        for theirs, ours in HERE.items():
+            here = here.replace(theirs, ours)
+        check(block._replace(text=here), space, block not in wanting, SHORTER)
+    if wanting:
+        pytest.skip(f"without the package omnivoice {len(wanting)} blocks were parsed only; all others ran")
+
+
+# ---- the rules themselves: a block that does not run is found -------------------------------------------------------------
+BAD = {
+    "raises": "```python\n1 / 0\n```\n",
+    "no such name": "```python\nfrom lowbit import frobnicate\n```\n",
+    "no such name, marked": "<!-- not run: a GPU -->\n```python\nfrom lowbit.models import frobnicate\n```\n",
+    "no Python, marked": "<!-- not run: a GPU -->\n```python\nlowbit run x\n```\n",
+    "no such command": "```sh\nlowbit frobnicate\n```\n",
+    "no such option, marked": "<!-- not run: a GPU -->\n```sh\nlowbit run MODEL --prompt x --frobnicate\n```\n",
+    "no such option of a bench, marked": "<!-- not run: a GPU -->\n```sh\nlowbit bench rtf --frobnicate\n```\n",
+    "fails": "```sh\nlowbit inspect nowhere\n```\n",
+    "another program": "```sh\nmake test\n```\n",
+    "no such target, marked": "<!-- not run: minutes -->\n```sh\nmake frobnicate\n```\n",
+    "kind not said": "```\nlowbit run x\n```\n",
+    "kind unknown": "```console\nlowbit run x\n```\n",
+    "commands as text": "```text\nlowbit run x --prompt y\n```\n",
+    "no reason": "<!-- not run: -->\n```sh\nmake test\n```\n",
+    "a mark of another form": "<!-- skip -->\n```sh\nmake test\n```\n",
+    "no end": "```sh\nmake test\n",
+    "second of two": "```sh\nlowbit roofline --device l4 --linear 7x64x64 && lowbit frobnicate\n```\n",
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_block_that_is_wrong_is_found(case: str, place: Callable[[str], None]) -> None:
+    with pytest.raises(Wrong, match="^page.md:"):
+        for block in blocks("page.md", BAD[case]):
+            check(block, {})
+
+
+def test_what_is_right_passes_and_leaves_its_names_and_files(place: Callable[[str], None], tmp_path: Path) -> None:
+    page = (
+        "```python\nx = 3\n```\n```python\nassert x == 3\n```\n<!-- not run: downloads -->\n```sh\npip install lowbit\n"
+        "make test WHEELS=x\n```\n   ```sh\n   lowbit roofline --device l4 \\\n   --linear 7x64x64 --json > found.json  # x\n   ```\n"
+        "```text\na drawing\n```\n"
+    )
+    space: dict[str, Any] = {}
+    found = list(blocks("page.md", page))
+    for block in found:
+        check(block, space)
+    assert [(block.kind, block.line) for block in found] == [
+        ("python", 1), ("python", 4), ("sh", 8), ("sh", 12), ("text", 16),
+    ]  # fmt: skip
+    assert space["x"] == 3 and json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
+def test_commands_in_the_text_name_options_that_there_are(page: str) -> None:
+    wrong = []
+    for where, words in doc_blocks.inline_commands(page, (ROOT / page).read_text("utf-8")):
+        command, *rest = words.split()
+        if command not in doc_blocks.COMMANDS:
+            wrong.append(f"{where}: lowbit {command}")
+            continue
+        name = f"{command} {rest[0]}" if command == "bench" and rest else command
+        known = doc_blocks.options_of(name) if any(word.startswith("-") for word in rest) else set()
+        wrong += [
+            f"{where}: lowbit {name} {word}"
+            for word in rest
+            if re.match("-+[a-z]", word) and word.split("=")[0] not in known
+        ]
+    assert wrong == []
+
+
+def test_sessions_in_the_pages_say_what_python_says() -> None:
+    pages = [page for page in PAGES if ">>> " in page.read_text("utf-8")]
+    assert ROOT / "docs" / "layouts.md" in pages
+    for page in pages:
+        result = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+        assert result.attempted and not result.failed, page.name

@@ -222,3 +222,35 @@ def test_sessions_in_the_pages_say_what_python_says() -> None:
     for page in pages:
         result = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
         assert result.attempted and not result.failed, page.name
+
+
+# ---- figures: each stands in the row of docs/numbers.md that it was taken from -------------------------------------------
+# figure of the table -> the row, up to the number that rounds to it
+ROWS = {
+    "153.8": "| lowbit native | 1 | 153.8", "95.6": "| llama.cpp Q4_0 | 1 | 95.6", "16.6": "| torch bfloat16 | 1 | 16.6",
+    "0.0173": "| w4a8 | 0.0146 | 0.0169 | 0.0173", "0.0196": "| fp16\\* | 0.0168 | 0.0192 | 0.0196",
+    "0.2203": "| stock | 0.2165 | 0.2188 | 0.2203",
+    "1.084": "| w4 g64 symmetric, smoothing and Hadamard | a8-token | 4.273 | 1.0839",
+    "1.072": "| w4 g64 symmetric, smoothing and Hadamard | a8-token | 4.273 | 1.0839 ± 0.0061 | 0.0925 ± 0.0026 | 1.0719",
+    "4.27": "| w4 g64 symmetric, smoothing and Hadamard | a8-token | 4.273",
+    "1.119": "| auto-round 0.16.1, g64 symmetric, 200 iterations | a16 | 4.250 | 1.1185",
+    "1.086": "| auto-round 0.16.1, g64 symmetric, 200 iterations | a16 | 4.250 | 1.1185 ± 0.0070 | | 1.0862",
+    "4.25": "| auto-round 0.16.1, g64 symmetric, 200 iterations | a16 | 4.250",
+    "0.957": "| 4096×4096 | 1 | 1 | lowbit w4a8 token amx | 0.9566",
+    "1.51": "| 4096×4096 | 1 | 1 | torch int4pack bfloat16 | 1.4420 | 1.1796 | 23 | 6.2 | 2.9e-03 | 1.51",
+}  # fmt: skip
+
+
+def test_the_figures_of_the_readme_are_those_of_the_numbers() -> None:
+    table = [
+        line.split("|")[2] for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith("| ")
+    ]
+    figures = re.findall(r"\d+\.\d+", " ".join(table))
+    assert set(figures) == set(ROWS)
+    numbers = (ROOT / "docs" / "numbers.md").read_text("utf-8")
+    for figure, row in ROWS.items():
+        measured = row.rpartition(" ")[2]
+        assert row in numbers, figure
+        assert f"{float(measured):.{len(figure.partition('.')[2])}f}" == figure or float(measured) == float(figure), (
+            figure
+        )

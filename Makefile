@@ -1,4 +1,4 @@
-# make demo | test | docs | wheels | hub | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+# make demo | test | wheels | hub | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -no
 
 LINTS := ruff format clang-format mypy imports
 
-.PHONY: demo test docs wheels hub test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
+.PHONY: demo test wheels hub test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
@@ -43,6 +43,7 @@ check: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python -m pytest
 
 # docs/api.md from the docstrings; the tests hold it to them.
+.PHONY: docs
 docs: $(PACKAGE)
 	@$(BIN)/python docs/make_api.py
 

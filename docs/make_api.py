@@ -110,7 +110,9 @@ def signature(name: str, function: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    if isinstance(annotation, str):
+        return annotation
+    return getattr(annotation, "__forward_arg__", None) or getattr(annotation, "__name__", str(annotation))
 
 
 def fields(kind: type) -> list[tuple[str, str, str]]:
@@ -128,7 +130,8 @@ def fields(kind: type) -> list[tuple[str, str, str]]:
 def show(name: str, item: Any) -> Iterator[str]:
     """One name: heading, signature, text; of a class its fields and members too."""
     yield f"### `{name}`"
-    made = not isinstance(item, type) or "__init__" in vars(item) and not issubclass(item, Exception)
+    value = isinstance(item, type) and (hasattr(item, "_fields") or "__init__" in vars(item))
+    made = not isinstance(item, type) or value and not issubclass(item, Exception)
     shown = signature(name, item) if made else f"class {name}({', '.join(b.__name__ for b in item.__bases__)})"
     yield f"```text\n{shown}\n```"
     yield doc(item)

@@ -132,6 +132,10 @@ def _lowbit(words: list[str], where: str, run: bool) -> str:
 
 def _shell(block: Block, run: bool, extra: dict[str, list[str]]) -> None:
     for words in commands(block.text):
+        while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # a variable for this command alone
+            words = words[1:]
+        if ["-m", "lowbit"] in [words[i : i + 2] for i in range(len(words))]:  # python -m, torchrun -m
+            _lowbit(words[words.index("lowbit") + 1 :], block.where, run=False)
         head, rest = words[0], words[1:]
         target = None
         if rest[-2:-1] in ([">"], [">>"]):

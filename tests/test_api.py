@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -26,6 +26,7 @@ ALGORITHMS = set(
 )
 SHAPE = re.compile(r"\[[^\]\n]*\b(?:N|K|G|M|R|T|V|B|rows|samples)\b[^\]\n]*\]|\[\.\.\.\]")
 DTYPE = re.compile(r"\b(?:u?int8|int32|int64|float16|bfloat16|float32|float64|float|integers?|bool|dtype)\b")
+UNITS = ("_seconds", "_ms", "_us", "_tokens", "_bytes")
 ERRORS = re.compile(r"\w*Error\b|\b[Nn]othing is refused")
 
 
@@ -65,11 +66,11 @@ def lacks(name: str, item: Any, around: str = "") -> list[str]:
 
 
 def _of_fields(name: str, item: type, said: str) -> list[str]:
-    """Tensors in the fields of a value have a shape, and a dtype, in the comment behind them or in the docstring."""
-    if issubclass(item, nn.Module):
-        return []
+    """A field is told of in the comment behind it, in the docstring, or by a unit in its name; a tensor's comment has shape and dtype."""
     wrong = []
     for field, kind, comment in make_api.fields(item):
+        if not comment and not re.search(rf"\b{field}\b", said) and not field.endswith(UNITS):
+            wrong.append(f"{name}.{field}: nothing says what it is")
         if _is_tensor(kind):
             wrong += [] if SHAPE.search(comment) else [f"{name}.{field}: no shape in brackets"]
             wrong += [] if DTYPE.search(comment) else [f"{name}.{field}: no dtype"]

@@ -164,6 +164,7 @@ BAD = {
     "no such option of a bench, marked": "<!-- not run: a GPU -->\n```sh\nlowbit bench rtf --frobnicate\n```\n",
     "fails": "```sh\nlowbit inspect nowhere\n```\n",
     "another program": "```sh\nmake test\n```\n",
+    "no such option behind another program, marked": "<!-- not run: processes -->\n```sh\nX=1 torchrun -m lowbit run M --frobnicate\n```\n",
     "no such target, marked": "<!-- not run: minutes -->\n```sh\nmake frobnicate\n```\n",
     "kind not said": "```\nlowbit run x\n```\n",
     "kind unknown": "```console\nlowbit run x\n```\n",

@@ -30,10 +30,10 @@ FLAGS = (
 class Row(NamedTuple):
     """A line of the page; ``todo`` says what to do about a red one, or how to get what is absent."""
 
-    part: str
-    name: str
-    state: str
-    found: str
+    part: str  # heading on the page
+    name: str  # of what was looked at
+    state: str  # OK, NOTE or RED
+    found: str  # in words, with ``name`` before it
     todo: str = ""
 
 

@@ -38,11 +38,11 @@ class Activation(NamedTuple):
 class Scheme:
     """What a linear becomes: storage of the weight and of the activations. ``group_size`` -1 is one group of K."""
 
-    name: str
+    name: str  # of SCHEMES, or another
     bits: int = 4  # 4, 8; 16 is fp16 storage with float arithmetic
     group_size: int = 64
-    symmetric: bool = False
-    activation: Activation = Activation()
+    symmetric: bool = False  # signed codes without zero points
+    activation: Activation = Activation()  # 16 bits are float
 
     def group_of(self, k: int) -> int:
         """The group size for a layer of K = k in features. Nothing is refused."""
@@ -70,11 +70,11 @@ class QuantizedWeight:
 
     codes: Tensor  # [N, K] uint8 with zeros, int8 without
     scales: Tensor  # [N, G] float16, bfloat16 or float32; may be negative, never NaN or Inf
-    group_size: int
+    group_size: int  # columns that share a scale, 1 .. K
     bits: int  # 4 or 8
     zeros: Tensor | None = None  # [N, G] uint8, 0 .. 2**bits - 1
     perm: Tensor | None = None  # [K] int32: column j of `codes` belongs to input perm[j]
-    low_rank: LowRank | None = None
+    low_rank: LowRank | None = None  # added to y, from x'
     smooth: Tensor | None = None  # [K] float, > 0
     hadamard: int = 0  # 0, or 64: block size of H
     activation: Activation | None = None  # None: the checkpoint declares nothing

@@ -21,11 +21,11 @@ Progress = Callable[[int, int], None]  # (done, total)
 class Perplexity(NamedTuple):
     """exp of the mean negative log likelihood (nats per token) over ``scored`` tokens."""
 
-    perplexity: float
-    nll: float
+    perplexity: float  # inf beyond a float
+    nll: float  # the mean, nats per token
     scored: int
-    windows: int
-    seconds: float
+    windows: int  # that the text was cut into
+    seconds: float  # of wall time
 
 
 @torch.inference_mode()
@@ -122,9 +122,9 @@ def token_ids(
 class LayerError(NamedTuple):
     """Frobenius-relative error of one layer's output against the dense linear it replaced."""
 
-    name: str
+    name: str  # dotted, of the linear
     error: float
-    rows: int
+    rows: int  # of x
 
 
 @torch.inference_mode()

@@ -53,16 +53,16 @@ class Profile(NamedTuple):
     CPU time they took, ``late_us`` the idle time in gaps whose next kernel had not been sent when they began.
     ``boundary_us`` and ``boundaries`` are of the gaps up to ``BOUNDARY``. ``wall_ms``: a step without the profiler."""
 
-    device: str
+    device: str  # "cpu" or "gpu", where the events are
     steps: int
     span_ms: float
     busy_ms: float
-    rows: list[Row]
-    events: int
+    rows: list[Row]  # one a category
+    events: int  # kernels and copies, or operators
     launches: int | None
     launch_us: float
     late_us: float
-    gap_count: int
+    gap_count: int  # of all gaps; ``gaps`` has the longest
     boundaries: int
     boundary_us: float
     gaps: list[Gap]

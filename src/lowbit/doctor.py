@@ -33,7 +33,7 @@ class Row(NamedTuple):
     part: str  # heading on the page
     name: str  # of what was looked at
     state: str  # OK, NOTE or RED
-    found: str  # in words, with ``name`` before it
+    found: str  # in words
     todo: str = ""
 
 

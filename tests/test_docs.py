@@ -85,6 +85,7 @@ HERE = {
     "--tokens 8192": "--tokens 256", "--skip 60000": "--skip 60", "--skip 100000": "--skip 100",
     "--steps 32 --audio 10": "--steps 2 --audio 0.4", "--dtype float16": "--dtype float32",
     "--shape 4096x4096": "--shape 64x128",
+    "(layer, fullgraph=True)(": '(layer, fullgraph=True, backend="eager")(',
     "from kernels import get_kernel": "from lowbit import functional",
     'get_kernel("lowbit/quant-matmul", version=1, trust_remote_code=True)\n\n': "functional\n\n",
     "(0, 16, (4096, 4096))": "(0, 16, (64, 4096))", "(4096, 32)": "(64, 32)",

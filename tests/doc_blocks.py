@@ -1,6 +1,6 @@
 """Code blocks of the Markdown pages: what they are, whether they may be run here, and what is checked of those that may not.
 
-A block says what it is: ```python, ```sh or ```text (drawings, output). One that cannot run here has, on the line above,
+A block says what it is: ```python, ```sh, ```json (a document a line) or ```text (drawings, output). One that cannot run here has, on the line above,
 `<!-- not run: the reason -->`; then its Python is compiled and what it imports of lowbit looked up, its `lowbit` lines go through the
 command's own parser, and a `make` target must be there. Everything else is run.
 """
@@ -12,6 +12,7 @@ import ast
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from lowbit import cli, doctor
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("python", "sh", "text")
+KINDS = ("python", "sh", "json", "text")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S*)\s*$")
 MARK = re.compile(r"<!-- not run: (.*?)-->\s*$")
 COMMANDS = "quantize convert inspect run eval explain profile roofline bench speak doctor".split()
@@ -181,7 +182,12 @@ def check(block: Block, space: dict[str, Any], run: bool = True, extra: dict[str
     ``extra``: options that make a command of the page shorter here. Raises Wrong.
     """
     run = run and block.why is None
-    if block.kind == "sh":
+    if block.kind == "json":
+        try:
+            [json.loads(line) for line in block.text.splitlines()]
+        except ValueError as error:
+            raise Wrong(f"{block.where}: {error}") from error
+    elif block.kind == "sh":
         _shell(block, run, extra or {})
     elif block.kind == "python":
         try:

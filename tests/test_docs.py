@@ -171,6 +171,7 @@ BAD = {
     "kind not said": "```\nlowbit run x\n```\n",
     "kind unknown": "```console\nlowbit run x\n```\n",
     "commands as text": "```text\nlowbit run x --prompt y\n```\n",
+    "no JSON": "```json\n{'a': 1}\n```\n",
     "no reason": "<!-- not run: -->\n```sh\nmake test\n```\n",
     "a mark of another form": "<!-- skip -->\n```sh\nmake test\n```\n",
     "no end": "```sh\nmake test\n",

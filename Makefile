@@ -42,6 +42,11 @@ check: $(PACKAGE) $(ASSETS)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest
 
+# docs/api.md from the docstrings; the tests hold it to them.
+.PHONY: docs
+docs: $(PACKAGE)
+	@$(BIN)/python docs/make_api.py
+
 # Every file that is released, into build/wheels, built, checked and tried: WHEELS="x86_64 aarch64 sdist". Downloads two builds of torch
 # for CUDA (6 GB) and one for aarch64 the first time; needs nvcc 13 (requirements/cuda.txt), g++-aarch64-linux-gnu, qemu-user-static.
 WHEELS ?= x86_64 aarch64 sdist

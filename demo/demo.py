@@ -137,6 +137,7 @@ def run(out: Path, threads: int, fresh: bool, line: Line) -> dict[str, Any]:
         assets.copy_as_bfloat16(source, out / "bfloat16")
     calibration = out / "c4.txt"
     calibration.write_text(assets.text("c4"), "utf-8")
+    (out / "wiki.txt").write_text(assets.text("wiki"), "utf-8")  # for `lowbit eval`
     ids = assets.token_ids(source, assets.text("wiki"), SKIP, TOKENS)
     prompt = ids[:PREFILL]
 

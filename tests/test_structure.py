@@ -202,3 +202,19 @@ def test_pages_name_files_that_exist() -> None:
         targets += [ROOT / name for name in re.findall(r"`((?:src|csrc|tests|docs|demo)/[\w./-]+)`", text)]
         wrong += [f"{page.name}: {target}" for target in targets if not target.exists()]
     assert wrong == []
+
+
+def test_the_tour_names_what_is_in_the_code() -> None:
+    """Short names of files are the end of one that exists; every other word in backticks is one of the sources'."""
+    tour = (ROOT / "docs" / "tour.md").read_text("utf-8")
+    files = [name for name in texts() if name.startswith(("src/", "csrc/", "docs/"))]
+    code = "\n".join(text for name, text in texts().items() if name.startswith(("src/", "csrc/")))
+    words = set(re.findall(r"[\w-]+", code)) | {"nn"}
+    wrong = []
+    for named in set(re.findall(r"`([^`\n]+)`", tour)):
+        if re.fullmatch(r"[\w./-]+\.(?:py|h|cpp|cu|cuh|md)", named):
+            wrong += [] if any(f"/{file}".endswith(f"/{named}") for file in files) else [named]
+        elif not named.endswith("/") and "=" not in named:
+            found = re.findall(r"[A-Za-z_][\w-]{2,}", named.replace("MODEL", ""))
+            wrong += [f"{named}: {word}" for word in found if word not in words]
+    assert wrong == []

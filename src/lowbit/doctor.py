@@ -36,10 +36,10 @@ FLAGS = (
 class Row(NamedTuple):
     """A line of the page; ``todo`` says what to do about a red one, or how to get what is absent."""
 
-    part: str
-    name: str
-    state: str
-    found: str
+    part: str  # heading on the page
+    name: str  # of what was looked at
+    state: str  # OK, NOTE or RED
+    found: str  # in words
     todo: str = ""
 
 
@@ -197,7 +197,7 @@ PARTS: tuple[Callable[[], Iterator[Row]], ...] = (versions, cpu, threads, gpu, e
 
 
 def examine(parts: Sequence[Callable[[], Iterator[Row]]] = PARTS) -> list[Row]:
-    """All lines. A part that fails is a red line itself."""
+    """All lines. Nothing is refused: a part that raises an Error of any kind is a red line itself."""
     rows: list[Row] = []
     for part in parts:
         try:
@@ -217,7 +217,7 @@ def examine(parts: Sequence[Callable[[], Iterator[Row]]] = PARTS) -> list[Row]:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page as text: a heading a part, then what to do about what is red."""
+    """The page as text: a heading a part, then what to do about what is red. ValueError for no rows."""
     lines: list[str] = []
     part = ""
     width = max(len(row.name) for row in rows)

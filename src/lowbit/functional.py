@@ -59,20 +59,29 @@ def from_gptq(
 ) -> Imported:
     """GPTQ tensors -> ``(packed, scales [N, G], zeros [N, G], group_size, perm)`` for `w4a8_linear`.
 
-    qweight int32 [K / 8, N], qzeros int32 [G, N / 8], scales [G, N]. ``zero_offset`` 1 (v1 checkpoints) adds 1 to the
+    qweight int32 [K / 8, N], qzeros int32 [G, N / 8], scales [G, N] float, g_idx int32 [K]. ``zero_offset`` 1 (v1 checkpoints) adds 1 to the
     whole stored word, so that borrows between neighbours come out right, and warns on a stored 15; 0 is for gptq_v2.
-    ``perm`` [K] int32 where g_idx is a real act-order, else None.
+    ``perm`` [K] int32 where g_idx is a real act-order, else None. FormatError names the tensor that does not fit.
+    Source: the files of AutoGPTQ and GPTQModel, docs/formats.md; Frantar et al., "GPTQ", 2022, for how they are made.
     """
     return _imported(tensors.from_gptq_tensors(qweight, qzeros, scales, g_idx, zero_offset=zero_offset))
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Imported:
-    """AutoAWQ GEMM tensors (qweight int32 [K, N / 8]) -> the 5-tuple of `from_gptq`; perm is None."""
+    """AutoAWQ GEMM tensors -> the 5-tuple of `from_gptq`; perm is None.
+
+    qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N] float. FormatError names the tensor that does not fit.
+    Source: the files of AutoAWQ, docs/formats.md; Lin et al., "AWQ", 2023, for how they are made.
+    """
     return _imported(tensors.from_awq_tensors(qweight, qzeros, scales))
 
 
 def dequant_w4(packed: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensor:
-    """float32 [N, K] of the packed (permuted) columns: the reference of `w4a8_linear`."""
+    """float32 [N, K] of the packed (permuted) columns: the reference of `w4a8_linear`.
+
+    ``scales`` and ``zeros`` [N, G] give N and G alone; what is multiplied with was packed. FormatError where the shapes
+    do not fit one another.
+    """
     n, _ = _check(packed, scales, zeros)
     k = panels.packed_columns(packed, group_size)
     codes, packed_scales, packed_zeros = layouts.unpack(packed, n, k, group_size, 4)
@@ -80,7 +89,11 @@ def dequant_w4(packed: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] -> int8 codes [..., K] and one float32 scale a row [...]: ``amax / 127``, half to even."""
+    """x [..., K] float -> int8 codes [..., K] and one float32 scale a row [...]: ``amax / 127``, half to even.
+
+    A row below 2⁻¹⁰⁰ gives scale 0 and codes 0; NaN or Inf goes into the scale of its row alone. RuntimeError for other dtypes.
+    Source: Yao et al., "ZeroQuant", 2022, section 4.1 (one scale a token, found while running).
+    """
     codes, scales = ops.quantize_rows(x.reshape(-1, x.shape[-1]))
     return codes.reshape(x.shape), scales.reshape(x.shape[:-1])
 
@@ -97,7 +110,11 @@ def w4a8_linear(
     """y [..., N] = sa · Σ_g s·(dot_g − z·asum_g) + bias: 4-bit weights, int8 activations per token, in the dtype of x.
 
     ``scales`` and ``zeros`` are those that were packed (their shapes are checked). Group dots are exact in int32 and
-    added in float32 in order of g: every tier and every batch size gives the same bits.
+    added in float32 in order of g: every tier and every batch size gives the same bits. x [..., K] float, ``perm`` [K] integers
+    (column j of the codes reads x[perm[j]]), ``bias`` [N] float. FormatError where ``packed`` and ``scales`` do not fit one another,
+    RuntimeError for an x, ``perm`` or ``bias`` that does not fit them; both name the argument.
+    Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018,
+    section 2.3 (zero points by linearity), by group; docs/kernels.md.
     """
     n, _ = _check(packed, scales, zeros)
     return ops.linear(x, packed, n, group_size, 4, ops.ACTIVATIONS["token"], _float(bias), _int(perm))
@@ -106,7 +123,9 @@ def w4a8_linear(
 def w8a8_linear(x: Tensor, w_int8: Tensor, scale_wt: Tensor, bias: Tensor | None = None) -> Tensor:
     """y [..., N]: int8 weights ``w_int8`` [N, K] with one scale a row ``scale_wt`` [N] (or [N, 1]), int8 activations.
 
-    Packs on every call; QuantLinear keeps the packed form and gives the same bits.
+    x [..., K] float, ``bias`` [N] float; y has the dtype of x. Packs on every call; QuantLinear keeps the packed form and gives
+    the same bits. FormatError for weights, scales or a K that do not fit, RuntimeError for another dtype of x.
+    Source: as `w4a8_linear`, with one group a row and no zero points.
     """
     if w_int8.dim() != 2 or w_int8.dtype != torch.int8:
         raise FormatError(f"w_int8: found {w_int8.dtype} {list(w_int8.shape)}, accepted is int8 [N, K]")
@@ -119,7 +138,9 @@ def w8a8_linear(x: Tensor, w_int8: Tensor, scale_wt: Tensor, bias: Tensor | None
 def fp16_gemv(x: Tensor, w_f16: Tensor, bias: Tensor | None = None) -> Tensor:
     """y [..., N] = x @ w_f16ᵀ + bias with float16 storage and float32 arithmetic, any number of rows.
 
-    ``w_f16``: plain [N, K] (packed on every call), or what `layouts.panels.pack_half` made of an N that 16 divides.
+    x [..., K] float, ``bias`` [N] float; y has the dtype of x. ``w_f16``: plain float16 [N, K] (packed on every call), or what
+    `layouts.panels.pack_half` made of an N that 16 divides. FormatError for another dtype or K of ``w_f16``, RuntimeError for
+    another dtype of x.
     """
     if w_f16.dtype != torch.float16 or w_f16.dim() not in (2, 3):
         raise FormatError(f"w_f16: found {w_f16.dtype} {list(w_f16.shape)}, accepted is float16 [N, K]")

@@ -44,14 +44,14 @@ class Activation(NamedTuple):
 class Scheme:
     """What a linear becomes: storage of the weight and of the activations. ``group_size`` -1 is one group of K."""
 
-    name: str
+    name: str  # of SCHEMES, or another
     bits: int = 4  # 4, 8; 16 is fp16 storage with float arithmetic
     group_size: int = 64
-    symmetric: bool = False
-    activation: Activation = Activation()
+    symmetric: bool = False  # signed codes without zero points
+    activation: Activation = Activation()  # 16 bits are float
 
     def group_of(self, k: int) -> int:
-        """The group size for a layer of K = k in features."""
+        """The group size for a layer of K = k in features. Nothing is refused."""
         return k if self.group_size == -1 else self.group_size
 
 
@@ -76,11 +76,11 @@ class QuantizedWeight:
 
     codes: Tensor  # [N, K] uint8 with zeros, int8 without
     scales: Tensor  # [N, G] float16, bfloat16 or float32; may be negative, never NaN or Inf
-    group_size: int
+    group_size: int  # columns that share a scale, 1 .. K
     bits: int  # 4 or 8
     zeros: Tensor | None = None  # [N, G] uint8, 0 .. 2**bits - 1
     perm: Tensor | None = None  # [K] int32: column j of `codes` belongs to input perm[j]
-    low_rank: LowRank | None = None
+    low_rank: LowRank | None = None  # added to y, from x'
     smooth: Tensor | None = None  # [K] float, > 0
     hadamard: int = 0  # 0, or 64: block size of H
     activation: Activation | None = None  # None: the checkpoint declares nothing
@@ -138,18 +138,20 @@ class QuantizedWeight:
 
     @property
     def groups(self) -> int:
+        """Groups of columns, G."""
         return self.scales.shape[1]
 
     @property
     def symmetric(self) -> bool:
+        """Whether the codes are signed and have no zero points."""
         return self.zeros is None
 
     def with_(self, **changes: object) -> QuantizedWeight:
-        """A copy with some fields replaced."""
+        """A copy with some fields replaced; FormatError where they do not fit the others."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same on a device."""
+        """The same on a device; RuntimeError of torch where there is none."""
 
         def there(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
@@ -159,7 +161,8 @@ class QuantizedWeight:
         return replace(self, **moved, low_rank=branch)  # type: ignore[arg-type]
 
     def check_values(self, layer: str = "") -> None:
-        """Refuse what shapes cannot show: codes out of range, non-finite scales, a perm that is none. Reads all data."""
+        """FormatError for what shapes cannot show: codes out of range, scales that are not finite, a perm that is none. Reads all
+        data. ``layer`` begins the message."""
         where = f"{layer}: " if layer else ""
         top = 2**self.bits - 1
         low, high = (0, top) if self.zeros is not None else (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)

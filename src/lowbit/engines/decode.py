@@ -57,7 +57,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     engine: str = "auto",
 ) -> CausalLM:
-    """``lowbit.load`` for decoding on the CPU. Raises as it does.
+    """``lowbit.load`` for decoding on the CPU. FormatError as there.
 
     Where the native step will run, the result is a skeleton (models/skeleton.py): the weights without transformers,
     what is dense as it is stored and mapped (an embedding in float16 takes half, and only the rows that are looked up).
@@ -185,7 +185,8 @@ def _takes(model: PreTrainedModel, name: str) -> bool:
 
 
 def encode(tokenizer: Tokenizer, prompt: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt; with ``chat``, wrapped as one user turn by the chat template of a transformers tokenizer."""
+    """Token ids of a prompt; with ``chat``, wrapped as one user turn by the chat template of a transformers tokenizer (ValueError of
+    transformers where it has none)."""
     if not chat:
         return [int(token) for token in tokenizer(prompt)["input_ids"]]
     full: Any = tokenizer

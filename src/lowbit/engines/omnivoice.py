@@ -62,7 +62,8 @@ def accelerate(
 
     Else the weights stay the model's own: siblings become views of one tensor in float precisions. One call at a time.
     FormatError with the reason, and the model as it was, where anything does not fit. A warning where integer weights
-    run in float because the CUDA device's integer tiles do not take them.
+    run in float because the CUDA device's integer tiles do not take them. Source: Zhu et al., "OmniVoice", 2026, for what is
+    decoded; docs/omnivoice.md for how.
     """
     if not any(kind.__name__ == "OmniVoice" for kind in type(model).__mro__):
         raise FormatError(f"model: found {type(model).__name__}, accepted is an OmniVoice (of the package omnivoice)")
@@ -89,7 +90,8 @@ def accelerate(
 
 
 def restore(model: Any) -> Any:
-    """The model as it was before ``accelerate``, bit by bit; returns it. Does nothing to one that is not accelerated."""
+    """The model as it was before ``accelerate``, bit by bit; returns it. Does nothing to one that is not
+    accelerated; nothing is refused."""
     engine = getattr(model, "__dict__", {}).get(_KEY)
     if engine is not None:
         engine.close()

@@ -92,6 +92,7 @@ def quantize(
     most at 4 bits, as measured on calibration text, run at 8 (models/sensitivity.py), and the report says which.
     Finished blocks are kept in ``resume_dir``: after an interruption the same call goes on there. ``options`` go to
     ``models.calibrate.quantize_model``. Raises FormatError before anything is changed for arguments that do not fit.
+    Source: Frantar et al., "GPTQ", 2022; Li et al., "SVDQuant", 2024; docs/accuracy.md has every formula and what it is worth.
     """
     job = settle(model, resolve_scheme(scheme, group_size, symmetric, activation), method, skip, blocks)
     calibration, fixed = prepare_budget(model, job, calibration, budget, options.get("overrides") or {})
@@ -240,7 +241,8 @@ class Explanation(NamedTuple):
 
 
 def explain(model: nn.Module) -> Explanation:
-    """For every layer: the kernel that runs it, the tier, and why the faster ones do not. Prints as a table."""
+    """For every layer: the kernel that runs it, the tier, and why the faster ones do not. Prints as a table. Nothing is refused: a
+    model without quantized layers gives no rows."""
     rows: list[dict[str, Any]] = []
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):

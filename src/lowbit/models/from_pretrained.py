@@ -74,7 +74,7 @@ class LowbitConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> LowbitConfig | tuple[LowbitConfig, dict[str, Any]]:
-        """The ``quantization_config`` of any checkpoint that lowbit reads; kept, and read when the file is."""
+        """The ``quantization_config`` of any checkpoint that lowbit reads; kept, and read when the file is. FormatError as above."""
         made = cls(**{key: kwargs.pop(key) for key in ("activation", "scheme", "save_as") if key in kwargs})
         made.stored = dict(config_dict)
         return (made, kwargs) if return_unused_kwargs else made

@@ -77,6 +77,7 @@ class Held(Kept):
 
     @property
     def activation(self) -> str | None:
+        """ "group", "token" or None (float); may be set, to what the storage allows (FormatError else)."""
         return self._activation
 
     @activation.setter

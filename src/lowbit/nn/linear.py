@@ -34,7 +34,8 @@ class QuantLinear(Held):
     @classmethod
     def from_quantized(cls, q: QuantizedWeight, activation: str | None = DEFAULT) -> QuantLinear:
         """Pack ``q``. ``activation`` "default" obeys what the checkpoint declares and is "group" where it declares none;
-        declared 4-bit activations run in 8 bits, "token" behind a Hadamard, else "group"."""
+        declared 4-bit activations run in 8 bits, "token" behind a Hadamard, else "group". On the device of ``q``. FormatError for
+        values that cannot be (codes out of range, scales that are not finite, a perm that is none), and other activations."""
         four: Activation | None = None
         if activation == DEFAULT:
             declared = q.activation or Activation()
@@ -73,7 +74,9 @@ class QuantLinear(Held):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, scheme: str | Scheme) -> QuantLinear:
-        """Round ``linear`` to nearest under ``scheme`` ("w4a8", "w8a8", "w4a16", "fp16" or a Scheme)."""
+        """Round ``linear`` (weight [N, K] float) to nearest under ``scheme`` ("w4a8", "w8a8", "w4a16", "fp16" or a Scheme).
+
+        FormatError for another scheme, and for NaN or Inf. Source: as ``lowbit.quantize.rtn``."""
         if isinstance(scheme, str):
             if scheme not in SCHEMES:
                 raise FormatError(f"scheme: found {scheme!r}, accepted are {', '.join(SCHEMES)}")
@@ -85,7 +88,7 @@ class QuantLinear(Held):
 
     @classmethod
     def from_half(cls, weight: Tensor, bias: Tensor | None = None) -> QuantLinear:
-        """float16 storage, float32 arithmetic. weight [N, K]; FormatError where float16 cannot hold its range."""
+        """float16 storage, float32 arithmetic. weight [N, K], bias [N], float; FormatError where float16 cannot hold its range."""
         half = weight.to(torch.float16)
         if not bool(torch.isfinite(half).all()):
             raise FormatError(
@@ -107,7 +110,9 @@ class QuantLinear(Held):
         zero_offset: int = 1,
         activation: str | None = "group",
     ) -> QuantLinear:
-        """GPTQ tensors (qweight int32 [K * bits / 32, N]); ``zero_offset`` 1 for v1 checkpoints, 0 for gptq_v2."""
+        """GPTQ tensors: qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N] float, g_idx int32 [K], bias
+        [N] float. ``zero_offset`` 1 for v1 checkpoints, 0 for gptq_v2; bits (4 or 8) follow from the shapes, the group size from
+        g_idx where it is given. FormatError names the tensor that does not fit."""
         q = from_gptq_tensors(qweight, qzeros, scales, g_idx, zero_offset=zero_offset)
         return cls.from_quantized(q.with_(bias=bias), activation)
 
@@ -120,7 +125,8 @@ class QuantLinear(Held):
         bias: Tensor | None = None,
         activation: str | None = "group",
     ) -> QuantLinear:
-        """AutoAWQ GEMM tensors (qweight int32 [K, N / 8])."""
+        """AutoAWQ GEMM tensors: qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N] float, bias [N] float. FormatError
+        names the tensor that does not fit."""
         return cls.from_quantized(from_awq_tensors(qweight, qzeros, scales).with_(bias=bias), activation)
 
     def packed_anew(self, q: QuantizedWeight) -> QuantLinear:
@@ -132,6 +138,8 @@ class QuantLinear(Held):
     # -- using it ---------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] of x [..., K] (float32, bfloat16 or float16, on the layer's device), in the dtype of x; M = 0 too. FormatError
+        for another K, dtype or device."""
         if self.link is not None:
             y: Tensor = self.link(self.alone, x)
             return y
@@ -145,6 +153,7 @@ class QuantLinear(Held):
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
+        """``forward`` without a gradient."""
         if x.shape[-1:] != (self.in_features,):
             raise FormatError(f"x: found shape {list(x.shape)}, accepted is [..., {self.in_features}]")
         if x.dtype not in ops.DTYPES:

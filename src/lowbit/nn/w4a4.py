@@ -15,7 +15,8 @@ class W4A4Linear(QuantLinear):
     Hadamard, a low rank beside them.
 
     ``activation_bits`` 8 runs the kernels (one scale a row behind a Hadamard, else one a group); 4 is what an INT4 tensor
-    core computes, quick only where there is one. None: 4 on such a chip (Ampere, Ada), else 8.
+    core computes, quick only where there is one. None: 4 on such a chip (Ampere, Ada), else 8. Everything else is QuantLinear's.
+    Source: Li et al., "SVDQuant: Absorbing Outliers by Low-Rank Components for 4-Bit Diffusion Models", 2024, section 4.
     """
 
     @classmethod

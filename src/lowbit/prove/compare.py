@@ -21,11 +21,11 @@ Progress = Callable[[int, int], None]  # (done, total)
 class Perplexity(NamedTuple):
     """exp of the mean negative log likelihood (nats per token) over ``scored`` tokens."""
 
-    perplexity: float
-    nll: float
+    perplexity: float  # inf beyond a float
+    nll: float  # the mean, nats per token
     scored: int
-    windows: int
-    seconds: float
+    windows: int  # that the text was cut into
+    seconds: float  # of wall time
 
 
 @torch.inference_mode()
@@ -39,12 +39,13 @@ def perplexity(
     skip: int = 0,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Perplexity of ``text`` (a string with its tokenizer, or token ids [T]).
+    """Perplexity of ``text`` (a string with its tokenizer, or token ids [T], integers).
 
     No special tokens; ``skip`` tokens are dropped, then at most ``tokens`` are used, cut into windows of ``context``
     that do not overlap; each window starts from nothing and its first token is not scored. A last, shorter window is
     left out unless it is the only one. ``progress`` is called with (windows done, windows in all).
     Raises FormatError where there are fewer than two tokens to score, or an argument is out of range.
+    Source: Jelinek et al., "Perplexity, a measure of the difficulty of speech recognition tasks", 1977; docs/accuracy.md.
     """
     windows = windows_of(text, tokenizer, context=context, tokens=tokens, skip=skip)
     began = time.perf_counter()
@@ -121,9 +122,9 @@ def token_ids(
 class LayerError(NamedTuple):
     """Frobenius-relative error of one layer's output against the dense linear it replaced."""
 
-    name: str
+    name: str  # dotted, of the linear
     error: float
-    rows: int
+    rows: int  # of x
 
 
 @torch.inference_mode()
@@ -138,9 +139,10 @@ def layer_errors(
 ) -> list[LayerError]:
     """For every nn.Linear of ``reference`` that is something else in ``model``: |y - y_ref| / |y_ref|.
 
-    x is Gaussian [rows, K], or, with ``ids``, what ``reference`` itself feeds the layer for those tokens (at most
+    x is Gaussian [rows, K] float32, or, with ``ids`` (integers [T]), what ``reference`` itself feeds the layer for those tokens (at most
     ``rows`` of them, evenly spread, the first one left out). Both models must live on the same device; memory for x is one layer's at a time in the Gaussian
-    case and ``rows`` times the sum of K otherwise.
+    case and ``rows`` times the sum of K otherwise. RuntimeError of torch where the devices differ.
+    Source: the error that docs/numbers.md uses everywhere, Frobenius-relative.
     """
     pairs = [
         (name, dense, other)

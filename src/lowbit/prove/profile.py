@@ -40,16 +40,16 @@ class Profile(NamedTuple):
     ``boundary_us`` and ``boundaries`` are of the gaps up to ``BOUNDARY``. ``inside``: of a GPU, what is between the first and the
     last kernel of a generation. ``wall_ms``: a step without the profiler."""
 
-    device: str
+    device: str  # "cpu" or "gpu", where the events are
     steps: int
     span_ms: float
     busy_ms: float
-    rows: list[Row]
-    events: int
+    rows: list[Row]  # one a category
+    events: int  # kernels and copies, or operators
     launches: int | None
     launch_us: float
     late_us: float
-    gap_count: int
+    gap_count: int  # of all gaps; ``gaps`` has the longest
     boundaries: int
     boundary_us: float
     gaps: list[Gap]
@@ -172,7 +172,8 @@ def profile(
 
 
 def of_file(path: str | os.PathLike[str], steps: int | None = None) -> Profile:
-    """The figures of a trace that is there already. ``steps``: None counts its marks, and takes 1 where it has none."""
+    """The figures of a trace that is there already. ``steps``: None counts its marks, and takes 1 where it
+    has none. FormatError for a file that is absent, no trace, or without events."""
     events = trace.with_stacks(trace.read(path))
     return analyse(events, steps or trace.steps_of(events) or 1)._replace(trace=str(path))
 

@@ -32,8 +32,9 @@ class ChannelScales(NamedTuple):
 def channel_scales(weight: Tensor, sample: Tensor, rms: Tensor, absmax: Tensor, scheme: Scheme) -> ChannelScales:
     """Search s for a weight [N, K] (the rows of all linears that read one input) on sample rows [R, K].
 
-    ``rms`` and ``absmax`` [K] are of the input. Each candidate is rounded to fp16, then judged by the output error of
-    round-to-nearest with the scheme's own activation rounding.
+    ``rms`` and ``absmax`` [K] are of the input, all of it float. Each candidate is rounded to fp16, then judged by the output error of
+    round-to-nearest with the scheme's own activation rounding; where none is better than no scales (or nothing is finite), there
+    are none. Nothing is refused. Source: Lin et al., "AWQ", 2023, section 3.2; Xiao et al., "SmoothQuant", 2022, section 4.
     """
     w, x = weight.float().T.contiguous(), sample.float().to(weight.device)
     target = x @ w

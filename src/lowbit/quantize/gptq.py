@@ -63,7 +63,7 @@ def gptq(
     damp: float = 0.01,
     scales: Scales = "group",
 ) -> QuantizedWeight:
-    """Quantize a weight [N, K] against the Hessian [K, K] of its inputs; ``notes`` say where it fell back.
+    """Quantize a weight [N, K] against the ``hessian`` [K, K] of its inputs (float); ``notes`` say where it fell back.
 
     ``act_order`` rounds the columns of largest H_jj first, with *static* groups: the scale of each contiguous group is
     fitted beforehand on the columns as they are, so no permutation is left behind. Without it, columns go in
@@ -71,7 +71,8 @@ def gptq(
     column's squared error weighted by 1/U_jj². ``damp`` times mean(diag H) is added to the diagonal, ten times more
     until H factorises. A row is never worse than round-to-nearest in ||X (W - Wq)||. ``scales``: "group" one scale a
     group, "two-level" an integer 1 .. 15 times one scale a row (static groups, symmetric 4-bit codes), "channel" one
-    scale a row.
+    scale a row. FormatError on NaN or Inf, and on a Hessian of another shape. Source: Frantar et al., "GPTQ: Accurate Post-Training
+    Quantization for Generative Pre-trained Transformers", 2022, section 3; docs/accuracy.md.
     """
     return solve(weight, hessian, scheme, act_order=act_order, clip=clip, damp=damp, scales=scales).weight
 

@@ -14,7 +14,8 @@ def rtn(weight: Tensor, scheme: Scheme, scales: Scales = "group") -> QuantizedWe
 
     Asymmetric ranges always contain 0. An error is at most half a step (plus what fp16 takes from the scale).
     Scales are float16 where each is a normal fp16 number, else float32; ``scales``: see ``scales.scheme_for``.
-    FormatError on NaN, Inf or 16-bit schemes.
+    FormatError on NaN, Inf or 16-bit schemes. Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", 2018, section 2.1, by group.
     """
     scheme = scheme_for(scheme, scales)
     w = weight.detach().float()

@@ -38,7 +38,8 @@ def smoothing(
 ) -> ChannelScales:
     """Search s [K] for weights [N_i, K] that read one input, each with a low rank of its own, on sample rows [R, K].
 
-    ``rms`` and ``absmax`` [K] are of the input. Every candidate is rounded to fp16 first.
+    ``rms`` and ``absmax`` [K] are of the input, all of it float. Every candidate is rounded to fp16 first. FormatError where a
+    Hadamard does not fit K. Source: Xiao et al., "SmoothQuant", 2022, section 4; Li et al., "SVDQuant", 2024, section 4.1.
     """
     x = sample.float().to(weights[0].device)
     parts = [w.detach().float() for w in weights]

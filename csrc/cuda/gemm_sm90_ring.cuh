@@ -51,7 +51,6 @@ struct GemmArgs {
   void* y;
   int m, n, np, kp, chunks;  // chunks of 16 ranks
   Dtype dtype;
-  bool gated;  // neighbouring 8 channels are gate and up of 8 outputs
 };
 
 // Position in the ring.

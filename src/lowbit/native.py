@@ -17,6 +17,8 @@ OLDEST_TORCH = (2, 10)
 LIBRARY = Path(__file__).with_name("_C.so")
 CUDA_LIBRARY = Path(__file__).with_name("_cuda13.so")
 COMPILED = LIBRARY.exists()
+# What to do where it is absent; a copy for the `kernels` loader has its own words.
+REMEDY = "Install a wheel for this platform, or build from source with a C++20 compiler (docs/install.md)"
 
 # As csrc/torch_ops.cpp and csrc/decoder_ops.cpp have them; tests/test_plain.py compares.
 SCHEMAS = (
@@ -57,7 +59,7 @@ def warn_if_plain() -> None:
         _KEPT.append(None)
         warnings.warn(
             "lowbit: this installation has no compiled kernels (_C.so), so the slow reference in plain torch runs. "
-            "Install a wheel for this platform, or build from source with a C++20 compiler (docs/install.md)",
+            + REMEDY,
             stacklevel=3,
         )
 

@@ -102,8 +102,11 @@ def unloadable(library: Path, said: str) -> str:
     machine, built = platform.machine(), _machine_of(library)
     if built and built != machine:
         return f"{library.name}: found a library for {built}, this Python runs on {machine}: install the wheel for {machine}"
-    why = libc() or "cannot be loaded"
-    return f"{library.name}: {why} ({' '.join(said.split())})"
+    why, remedy = (
+        libc() or "cannot be loaded",
+        "" if libc() else ": reinstall lowbit, and report it with `lowbit doctor`",
+    )
+    return f"{library.name}: {why} ({' '.join(said.split())}){remedy}"
 
 
 def libc() -> str:

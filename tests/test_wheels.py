@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,6 +164,35 @@ def test_an_environment_that_cannot_be_had_is_asked_for_once(monkeypatch: pytest
             wheels.environment("9.9")
     assert asked == ["torch 9.9"] and not (tmp_path / "env-9.9").exists()
     assert wheels.pinned().count(".") == 2
+
+
+@pytest.mark.skipif(not (shutil.which("bash") and shutil.which("timeout")), reason="no bash or no timeout")
+@pytest.mark.parametrize(
+    ("test", "wheels", "status"),
+    [("exit 0", "exit 0", 0), ("exit 2", "exit 0", 1), ("exit 0", "exit 3", 1), ("exit 0", "sleep 60", 1)],
+    ids=["both pass", "tests fail", "wheels fail", "wheels hang"],
+)
+def test_continuous_integration_fails_where_either_does(tmp_path: Path, test: str, wheels: str, status: int) -> None:
+    """.ci/run with a make of ours: both run whatever the first gave, both are reported, a skip is said again."""
+    (tmp_path / ".ci").mkdir()
+    script = (ROOT / ".ci" / "run").read_text()
+    script = re.sub(r"minutes_in_all=\d+", "minutes_in_all=0", script).replace("left > 60 ? left : 60", "1")
+    (tmp_path / ".ci" / "run").write_text(script)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    make = f'echo "ran $*"; case "$*" in "-k test") {test};; *) echo "SKIPPED a part: no network"; {wheels};; esac'
+    for name, body in (("make", make), ("apt-get", "exit 1")):
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / ".ci" / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    out = done.stdout
+    assert done.returncode == status, out + done.stderr
+    assert "ran -k test" in out and "ran -k wheels hub" in out and ".ci/run: SKIPPED a part: no network" in out
+    ends = re.findall(r"^\.ci/run: make (.*) exited with (\d+) after", out, re.MULTILINE)
+    assert ends[0] == ("-k test", test[5:]) and ends[1][0] == "-k wheels hub"
+    assert ("wheels-hub was stopped after 1 seconds" in done.stderr) == (wheels == "sleep 60") == (ends[1][1] == "124")
 
 
 def test_the_hub_refuses_what_its_rules_forbid() -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 OK, NOTE, RED = "ok", "note", "RED"
 SELF_TEST_SECONDS = 900  # it takes 3; under emulation, on a busy machine, minutes
 EXTRAS = ("transformers", "omnivoice", "matplotlib", "ray", "kernels")
+OLDEST = {"transformers": "5.0", "kernels": "0.15.1"}  # kernels: the first with variants for torch's stable ABI
 # Flags of /proc/cpuinfo that a tier needs, or torch's own kernels use.
 FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 "
@@ -52,7 +54,7 @@ def versions() -> Iterator[Row]:
     for package in ("torch", "safetensors", "numpy", "tqdm"):
         found = installed(package)
         wanted = package + (">=2.10" if package == "torch" else "")
-        state = OK if found and (package != "torch" or _pair(found) >= native.OLDEST_TORCH) else RED
+        state = OK if found and (package != "torch" or _numbers(found) >= native.OLDEST_TORCH) else RED
         yield Row("versions", package, state, found or "absent", "" if state == OK else f"pip install '{wanted}'")
 
 
@@ -64,8 +66,9 @@ def installed(package: str) -> str:
         return ""
 
 
-def _pair(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers: (0, 15, 0) of 0.15.0rc1."""
+    return tuple(int(number) for number in re.findall(r"(?:^|\.)(\d+)", version.split("+")[0]))
 
 
 def cpu() -> Iterator[Row]:
@@ -158,9 +161,14 @@ def gpu() -> Iterator[Row]:
 def extras() -> Iterator[Row]:
     """What optional packages are there."""
     for package in EXTRAS:
-        found = installed(package)
-        hint = "" if found else f"pip install {package}"
-        yield Row("extras", package, OK if found else NOTE, found or "absent", hint)
+        found, oldest = installed(package), OLDEST.get(package, "0")
+        wanted = f"{package}>={oldest}" if package in OLDEST else package
+        if found and _numbers(found) < _numbers(oldest):
+            yield Row("extras", package, RED, f"{found}, accepted is {oldest} or newer", f"pip install -U '{wanted}'")
+        else:
+            yield Row(
+                "extras", package, OK if found else NOTE, found or "absent", "" if found else f"pip install '{wanted}'"
+            )
 
 
 def self_test() -> Iterator[Row]:

@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent / "kernel_check"))
 import vectors  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-BUILD = ROOT / "build" / "kernel_check"
 NATIVE_ARM = layouts.MACHINE == "arm_panels"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -47,14 +46,14 @@ need_qemu_x86 = pytest.mark.skipif(not (X86 and QEMU_X86), reason="no qemu-x86_6
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
-def build(name: str, *options: str) -> Path:
-    """The program, in a folder that is kept: only what changed is compiled again."""
+def build(machine: str, *options: str) -> Path:
+    """The program, of the very objects that the wheel for that machine links: in its folder, which is kept, so that only
+    what changed is compiled again."""
     cmake, ninja = which("cmake"), which("ninja")
     if not cmake or not ninja:
         pytest.skip("no cmake or no ninja")
-    folder = BUILD / name
-    # torch's headers are not needed for these targets
-    configure = [cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, "-DTORCH_INCLUDE_DIR=.", *options]
+    folder = ROOT / "build" / f"py3-none-linux_{machine}"
+    configure = [cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, f"-DPython3_EXECUTABLE={sys.executable}", *options]
     for command in (configure, [cmake, "--build", folder, "--target", "kernel_check", "kernel_compare"]):
         done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -63,7 +62,7 @@ def build(name: str, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def native() -> Path:
-    return build("native")
+    return build(platform.machine())
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,7 @@ def tried(file: Path, torch: str) -> None:
     say(f"{file.name} with torch {torch}")
     run(python, "-m", "pip", "install", "-qq", "--force-reinstall", "--no-deps", "--no-index", file)
     run(python, "-m", "pip", "check")
+    run(python.with_name("lowbit"), "--help")  # the command is there
     smoke(python, "smoke.py")
 
 

@@ -8,6 +8,7 @@ aarch64; qemu-user stands in for the CPUs that are not here.
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import re
 import shutil
@@ -49,7 +50,9 @@ need_qemu_x86 = pytest.mark.skipif(not (X86 and QEMU_X86), reason="no qemu-x86_6
 def build(machine: str, *options: str) -> Path:
     """The program, of the very objects that the wheel for that machine links: in its folder, which is kept, so that only
     what changed is compiled again."""
-    cmake, ninja = which("cmake"), which("ninja")
+    # those of this Python before the system's, as the build of the wheel takes them: another cmake compiles all of it anew
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if not cmake or not ninja:
         pytest.skip("no cmake or no ninja")
     folder = ROOT / "build" / f"py3-none-linux_{machine}"

@@ -1,4 +1,4 @@
-# make demo | test | wheels | hub | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
+# make demo | test | wheels | hub | nightly | test-gpu | bench-l4 | cuda-report | predict | lint | accuracy | foreign | clean.  Needs python3 (>= 3.10) with venv, g++ and make; all else comes into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc src cmake -type f -no
 
 LINTS := ruff format clang-format mypy imports
 
-.PHONY: demo test wheels hub test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
+.PHONY: demo test wheels hub nightly test-gpu bench-l4 cuda-report predict lint $(LINTS:%=lint-%) check accuracy foreign clean
 
 demo: $(PACKAGE) $(ASSETS)
 	@$(BIN)/python demo/demo.py --out build/demo
@@ -47,16 +47,23 @@ check: $(PACKAGE) $(ASSETS)
 docs: $(PACKAGE)
 	@$(BIN)/python docs/make_api.py
 
-# Every file that is released, into build/wheels, built, checked and tried: WHEELS="x86_64 aarch64 sdist". Downloads two builds of torch
-# for CUDA (6 GB) and one for aarch64 the first time; needs nvcc 13 (requirements/cuda.txt), g++-aarch64-linux-gnu, qemu-user-static.
+# Every file that is released, into build/wheels, built, checked and tried: WHEELS="x86_64 aarch64 sdist". A part whose downloads
+# cannot be had is SKIPPED, which the last lines say; STRICT=--strict makes that a failure. Needs nvcc 13 (requirements/cuda.txt),
+# g++-aarch64-linux-gnu, qemu-user-static; 1.5 GB of disk.
 WHEELS ?= x86_64 aarch64 sdist
-wheels: $(WHEEL_TOOLS)
-	@$(BIN)/python wheels/build.py $(WHEELS)
+wheels: $(WHEEL_TOOLS) $(PACKAGE)
+	@$(BIN)/python wheels/build.py $(STRICT) $(WHEELS)
 
 # The artifact for the `kernels` loader, into build/hub, from the objects of the wheels where they are; then through `kernels` itself.
 hub: $(HUB_TOOLS) $(PACKAGE)
 	@$(BIN)/python hub/build.py
 	@$(BIN)/python -m pytest -q -p no:logging hub/test_hub.py
+
+# What is too heavy for continuous integration: the wheel and what the sdist gives with the oldest and the newest torch, both
+# built for CUDA (13 GB), and the artifact in the newest, where the loader picks the variants for CUDA. Nothing may be skipped.
+nightly: $(HUB_TOOLS) $(PACKAGE)
+	@$(BIN)/python hub/build.py
+	@$(BIN)/python wheels/nightly.py
 
 # On a machine with a GPU, where the package is installed already and torch has CUDA.
 test-gpu:

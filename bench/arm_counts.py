@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Instructions, modelled cycles and predicted times of the aarch64 kernels as a Markdown table, for docs/kernels.md.
 
-    python bench/arm_counts.py build/kernel_check/aarch64/kernel_check      (tests/test_kernel_check.py builds it)
+    python bench/arm_counts.py build/py3-none-linux_aarch64/kernel_check      (tests/test_kernel_check.py builds it)
 
 Counted under qemu-user and modelled by llvm-mca on the executed trace (tests/armcount.py). Every millisecond here is
 predicted: cycles are those of warm caches, and the factor from the model to a board is a guess from published figures.

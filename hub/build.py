@@ -60,6 +60,7 @@ VARIANTS = (
     Variant("torch-cpu", "cpu", ""),
     Variant("torch-cuda", "cuda", ""),
 )
+COMPILERS = {"x86_64": "g++", "aarch64": "aarch64-linux-gnu-g++"}
 
 
 def closure() -> list[str]:
@@ -198,6 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     digest = tree_hash()
     wanted = [variant for variant in VARIANTS if (variant.machine or "noarch") in args.only]
+    missing = sorted({v.machine for v in wanted if v.machine and not shutil.which(COMPILERS[v.machine])})
+    for machine in missing:
+        print(f"SKIPPED hub variants for {machine}: {COMPILERS[machine]} not found", flush=True)
+    wanted = [variant for variant in wanted if variant.machine not in missing]
     for machine in sorted({variant.machine for variant in wanted} - {""}):
         mine = [variant for variant in wanted if variant.machine == machine]
         ids, with_cuda = [identity(v, digest) for v in mine], [identity(v, digest) for v in mine if v.cuda]

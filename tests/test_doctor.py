@@ -43,6 +43,17 @@ def test_a_red_line_says_what_to_do(monkeypatch: Any) -> None:
     assert "nothing is red" not in text
 
 
+def test_an_extra_that_is_too_old_is_red(monkeypatch: Any) -> None:
+    have = {"kernels": "0.14.1", "transformers": "5.0.0rc1+x", "ray": ""}
+    monkeypatch.setattr(doctor, "installed", lambda name: have.get(name, "1.0"))
+    rows = {row.name: row for row in doctor.extras()}
+    assert rows["kernels"].state == doctor.RED and rows["kernels"].todo == "pip install -U 'kernels>=0.15.1'"
+    assert rows["kernels"].found == "0.14.1, accepted is 0.15.1 or newer"
+    assert (rows["transformers"].state, rows["ray"].state) == (doctor.OK, doctor.NOTE)
+    have["kernels"] = "0.15.1"
+    assert {row.name: row.state for row in doctor.extras()}["kernels"] == doctor.OK
+
+
 def test_too_many_threads_are_red(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
     (row,) = doctor.threads()

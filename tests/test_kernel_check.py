@@ -8,6 +8,7 @@ aarch64; qemu-user stands in for the CPUs that are not here.
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import re
 import shutil
@@ -30,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parent / "kernel_check"))
 import vectors  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-BUILD = ROOT / "build" / "kernel_check"
 NATIVE_ARM = layouts.MACHINE == "arm_panels"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -47,14 +47,16 @@ need_qemu_x86 = pytest.mark.skipif(not (X86 and QEMU_X86), reason="no qemu-x86_6
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
-def build(name: str, *options: str) -> Path:
-    """The program, in a folder that is kept: only what changed is compiled again."""
-    cmake, ninja = which("cmake"), which("ninja")
+def build(machine: str, *options: str) -> Path:
+    """The program, of the very objects that the wheel for that machine links: in its folder, which is kept, so that only
+    what changed is compiled again."""
+    # those of this Python before the system's, as the build of the wheel takes them: another cmake compiles all of it anew
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if not cmake or not ninja:
         pytest.skip("no cmake or no ninja")
-    folder = BUILD / name
-    # torch's headers are not needed for these targets
-    configure = [cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, "-DTORCH_INCLUDE_DIR=.", *options]
+    folder = ROOT / "build" / f"py3-none-linux_{machine}"
+    configure = [cmake, "-G", "Ninja", "-S", ROOT, "-B", folder, f"-DPython3_EXECUTABLE={sys.executable}", *options]
     for command in (configure, [cmake, "--build", folder, "--target", "kernel_check", "kernel_compare"]):
         done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -63,7 +65,7 @@ def build(name: str, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def native() -> Path:
-    return build("native")
+    return build(platform.machine())
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ def script(folder: str, name: str) -> ModuleType:
 
 
 abi = script("wheels", "abi")
+shell = script("wheels", "shell")
 hub = script("hub", "build")
 needs_tools = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("readelf")), reason="no g++ or no readelf")
 
@@ -100,17 +103,96 @@ def test_the_fallback_variant_is_whole_and_imports_nothing_of_ours(tmp_path: Pat
     other = json.loads((tmp_path / "build" / "torch-cuda" / "metadata.json").read_text())
     assert other["id"] != metadata["id"]
     code = (
-        "import importlib.util, sys, torch\nsys.modules['lowbit'] = None\n"
+        "import importlib.util, sys, torch, warnings\nsys.modules['lowbit'] = None\n"
+        "from importlib import metadata\nmetadata.version = lambda name: '0.14.1'\n"
         "spec = importlib.util.spec_from_file_location(sys.argv[1], sys.argv[2] + '/__init__.py')\n"
-        "k = importlib.util.module_from_spec(spec); sys.modules[sys.argv[1]] = k; spec.loader.exec_module(k)\n"
+        "k = importlib.util.module_from_spec(spec); sys.modules[sys.argv[1]] = k\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always'); spec.loader.exec_module(k)\n"
+        "(said,) = [str(w.message) for w in caught if 'lowbit' in str(w.message)]\n"
+        "assert 'found kernels 0.14.1, torch ' in said and said.endswith(\"pip install -U 'kernels>=0.15.1'\"), said\n"
+        "assert k._requires.number('0.15.1rc2') == k._requires.OLDEST_KERNELS > k._requires.number('0.9')\n"
         "y = k.QuantLinear.from_linear(torch.nn.Linear(64, 8), 'w4a8')(torch.randn(3, 64))\n"
         "assert y.shape == (3, 8) and hasattr(torch.ops, sys.argv[1]) and 'layers' in k.__all__\n"
         "print(sorted(k.__all__) == sorted(n for n in vars(k) if not n.startswith('_')))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, metadata["id"], str(folder)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, metadata["id"], str(folder)], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == "True", done.stderr
+
+
+def test_a_download_that_fails_or_hangs_is_skipped_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    """And is a failure where nothing may be skipped; a check that fails is never a skip."""
+    says = "print('WARNING: slow'); print('ERROR: no route'); print('tail'); raise SystemExit(1)"
+    for strict in (False, True):
+        parts = shell.Parts(strict)
+        parts.part("a", lambda: shell.fetch("torch", sys.executable, "-c", says))
+        parts.part("b", lambda: shell.fetch("it", sys.executable, "-c", "import time; time.sleep(60)", seconds=0.2))
+        parts.part("c", lambda: shell.fetch("lists", "no-such-command-here"))
+        parts.part("d", lambda: None)
+        assert parts.end() == strict
+        out = capsys.readouterr().out.splitlines()[-4:]
+        assert out[0] == "SKIPPED a: torch could not be downloaded: ERROR: no route"
+        assert out[1:3] == [
+            "SKIPPED b: it: no end of the download in 0 seconds",
+            "SKIPPED c: lists: no-such-command-here not found",
+        ]
+        assert out[3].startswith("== d: ")
+    with pytest.raises(SystemExit, match="failed with 3"):
+        shell.Parts().part("e", lambda: shell.run(sys.executable, "-c", "raise SystemExit(3)"))
+
+
+def test_an_environment_that_cannot_be_had_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And leaves nothing behind. The modules of wheels/ are loaded by path: hub/ has a build.py too."""
+    import importlib.util
+
+    monkeypatch.syspath_prepend(str(ROOT / "wheels"))
+    spec = importlib.util.spec_from_file_location("wheels_build", ROOT / "wheels" / "build.py")
+    assert spec and spec.loader
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    asked = []
+
+    def fails(what: str, *command: object) -> None:
+        asked.append(what)
+        raise shell.Unavailable("no network")
+
+    monkeypatch.setattr(wheels, "OUT", tmp_path)
+    monkeypatch.setattr(wheels, "fetch", fails)
+    monkeypatch.setattr(wheels, "run", lambda *command: (tmp_path / "env-9.9").mkdir())
+    for _ in range(2):
+        with pytest.raises(shell.Unavailable, match="no network"):
+            wheels.environment("9.9")
+    assert asked == ["torch 9.9"] and not (tmp_path / "env-9.9").exists()
+    assert wheels.pinned().count(".") == 2
+
+
+@pytest.mark.skipif(not (shutil.which("bash") and shutil.which("timeout")), reason="no bash or no timeout")
+@pytest.mark.parametrize(
+    ("test", "wheels", "status"),
+    [("exit 0", "exit 0", 0), ("exit 2", "exit 0", 1), ("exit 0", "exit 3", 1), ("exit 0", "sleep 60", 1)],
+    ids=["both pass", "tests fail", "wheels fail", "wheels hang"],
+)
+def test_continuous_integration_fails_where_either_does(tmp_path: Path, test: str, wheels: str, status: int) -> None:
+    """.ci/run with a make of ours: both run whatever the first gave, both are reported, a skip is said again."""
+    (tmp_path / ".ci").mkdir()
+    script = (ROOT / ".ci" / "run").read_text()
+    script = re.sub(r"minutes_in_all=\d+", "minutes_in_all=0", script).replace("left > 60 ? left : 60", "1")
+    (tmp_path / ".ci" / "run").write_text(script)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    make = f'echo "ran $*"; case "$*" in "-k test") {test};; *) echo "SKIPPED a part: no network"; {wheels};; esac'
+    for name, body in (("make", make), ("apt-get", "exit 1")):
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / ".ci" / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    out = done.stdout
+    assert done.returncode == status, out + done.stderr
+    assert "ran -k test" in out and "ran -k wheels hub" in out and ".ci/run: SKIPPED a part: no network" in out
+    ends = re.findall(r"^\.ci/run: make (.*) exited with (\d+) after", out, re.MULTILINE)
+    assert ends[0] == ("-k test", test[5:]) and ends[1][0] == "-k wheels hub"
+    assert ("wheels-hub was stopped after 1 seconds" in done.stderr) == (wheels == "sleep 60") == (ends[1][1] == "124")
 
 
 def test_the_hub_refuses_what_its_rules_forbid() -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from shell import ROOT, Unavailable, fetch, run, say
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 ARM = ROOT / "build" / "wheels" / "arm"
 SYSTEM, SITE = ARM / "system", ARM / "site"
 DEBIAN = (
@@ -27,32 +28,18 @@ PURE = ("tqdm", "filelock", "typing-extensions", "sympy", "mpmath", "networkx", 
 CPUS = {"cortex-a76": "dotprod", "max": "i8mm"}
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}\nfailed with {done.returncode}: {' '.join(map(str, command))}")
-    return done.stdout
-
-
 def unpack_python() -> None:
     """Debian's arm64 packages, with lists and a cache of our own: this machine's apt knows no arm64 afterwards either."""
     state = ARM / "apt"
     for name in ("lists/partial", "cache/archives/partial", "debs"):
         (state / name).mkdir(parents=True, exist_ok=True)
     (state / "status").touch()
-    options = [
-        "-qq",
-        "-o",
-        "APT::Architecture=arm64",
-        "-o",
-        "APT::Architectures=arm64",
-        "-o",
-        "APT::Sandbox::User=root",
-    ]
+    settings = {"APT::Architecture": "arm64", "APT::Architectures": "arm64", "APT::Sandbox::User": "root"}
     for name, value in (("State::lists", "lists"), ("State::status", "status"), ("Cache", "cache")):
-        options += ["-o", f"Dir::{name}={state / value}"]
-    run("apt-get", *options, "update")
-    run("apt-get", *options, "download", *DEBIAN, cwd=state / "debs")
+        settings[f"Dir::{name}"] = str(state / value)
+    options = ["-qq", *(word for pair in settings.items() for word in ("-o", "=".join(pair)))]
+    fetch("Debian's lists for arm64", "apt-get", *options, "update")
+    fetch("Debian's Python for arm64", "apt-get", *options, "download", *DEBIAN, cwd=state / "debs")
     for deb in sorted((state / "debs").glob("*.deb")):
         run("dpkg", "-x", deb, SYSTEM)
 
@@ -61,15 +48,15 @@ def environment() -> None:
     """The unpacked system and torch, made once."""
     if (ARM / "ready").exists():
         return
-    print("== aarch64 Python and torch (the first time this downloads)", flush=True)
+    say("aarch64 Python and torch (the first time this downloads)")
     shutil.rmtree(ARM, ignore_errors=True)
     SITE.mkdir(parents=True)
     unpack_python()
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(SITE)]
     target = ["--platform", "manylinux_2_28_aarch64", "--platform", "manylinux_2_17_aarch64", "--platform",
               "manylinux2014_aarch64", "--python-version", "3.11", "--only-binary", ":all:"]  # fmt: skip
-    run(*pip, *target, *BINARY)
-    run(*pip, *target, *PURE, "markupsafe")
+    fetch("torch 2.10 for aarch64", *pip, *target, *BINARY)
+    fetch("what torch for aarch64 requires", *pip, *target, *PURE, "markupsafe")
     (ARM / "ready").touch()
 
 
@@ -86,22 +73,27 @@ def emulated(cpu: str, *arguments: str | Path) -> str:
     return run(python, *arguments, cwd=ARM)
 
 
+def tried(wheel: Path, cpus: Sequence[str] = tuple(f"{cpu}={tier}" for cpu, tier in CPUS.items())) -> None:
+    """Unpack the wheel beside torch and run the smoke tests on each CPU, which must pick that tier."""
+    if not shutil.which(EMULATOR):
+        raise Unavailable(f"{EMULATOR} not found: on Debian and Ubuntu, install qemu-user-static")
+    environment()
+    for old in SITE.glob("lowbit*"):
+        shutil.rmtree(old)
+    run(sys.executable, "-m", "zipfile", "-e", wheel.resolve(), SITE)
+    for pair in cpus:
+        cpu, _, tier = pair.partition("=")
+        for line in emulated(cpu, ROOT / "wheels" / "smoke.py", tier).splitlines():
+            if line.startswith("smoke:"):
+                print(f"{line} (qemu -cpu {cpu})", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--cpu", nargs="+", default=[f"{cpu}={tier}" for cpu, tier in CPUS.items()], metavar="CPU=TIER")
     args = parser.parse_args(argv)
-    environment()
-    for old in SITE.glob("lowbit*"):
-        shutil.rmtree(old)
-    run(sys.executable, "-m", "zipfile", "-e", args.wheel.resolve(), SITE)
-    for pair in args.cpu:
-        cpu, _, tier = pair.partition("=")
-        said = emulated(cpu, ROOT / "wheels" / "smoke.py", tier)
-        print(
-            "\n".join(f"{line} (qemu -cpu {cpu})" for line in said.splitlines() if line.startswith("smoke:")),
-            flush=True,
-        )
+    tried(args.wheel, args.cpu)
     return 0
 
 

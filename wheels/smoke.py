@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ warnings.simplefilter("error", UserWarning)  # a wheel has its kernels: nothing 
 import torch  # noqa: E402
 
 import lowbit  # noqa: E402
-from lowbit import functional, native, ops, ops_cuda, reference  # noqa: E402
+from lowbit import cli, functional, native, ops, ops_cuda, reference  # noqa: E402
 
 
 def main(expected: str = "") -> int:
@@ -49,8 +50,10 @@ def main(expected: str = "") -> int:
         with_cuda_13 = (torch.version.cuda or "").startswith("13.")
         assert not with_cuda_13 or not native.CUDA_LIBRARY.exists() or "sees no CUDA device" in str(ops_cuda.refuses(0))
 
-    done = subprocess.run([sys.executable, "-m", "lowbit", "doctor", "--json"], capture_output=True, text=True)
-    said = json.loads(done.stdout)
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page):
+        cli.main(["doctor", "--json"])  # in this process: under emulation another import of torch takes half a minute
+    said = json.loads(page.getvalue())
     red = [row for row in said["rows"] if row["state"] == "RED" and row["name"] != "threads"]
     assert not red, red
     tested = [row for row in said["rows"] if row["part"] == "self-test"]

@@ -3,7 +3,7 @@
 The sources are those of the package `lowbit`, in `_lowbit`; what is public is below.
 """
 
-from . import layers
+from . import _requires, layers  # noqa: F401  (_requires comes first)
 from ._lowbit.functional import (
     QuantLinear,
     dequant_w4,

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ EXTRAS = {  # package -> what to install for it
     "omnivoice": "lowbit[speech]",
     "matplotlib": "lowbit[report]",
     "ray": "lowbit[cluster]",
-    "kernels": "kernels",
+    "kernels": "kernels>=0.15.1",
 }
+OLDEST = {"transformers": "5.0", "kernels": "0.15.1"}  # kernels: the first with variants for torch's stable ABI
 # Flags of /proc/cpuinfo that a tier needs, or torch's own kernels use.
 FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 "
@@ -58,7 +60,7 @@ def versions() -> Iterator[Row]:
     for package in ("torch", "safetensors", "numpy", "tqdm"):
         found = installed(package)
         wanted = package + (">=2.10" if package == "torch" else "")
-        state = OK if found and (package != "torch" or _pair(found) >= native.OLDEST_TORCH) else RED
+        state = OK if found and (package != "torch" or _numbers(found) >= native.OLDEST_TORCH) else RED
         yield Row("versions", package, state, found or "absent", "" if state == OK else f"pip install '{wanted}'")
 
 
@@ -70,8 +72,9 @@ def installed(package: str) -> str:
         return ""
 
 
-def _pair(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers: (0, 15, 0) of 0.15.0rc1."""
+    return tuple(int(number) for number in re.findall(r"(?:^|\.)(\d+)", version.split("+")[0]))
 
 
 def cpu() -> Iterator[Row]:
@@ -164,9 +167,14 @@ def gpu() -> Iterator[Row]:
 def extras() -> Iterator[Row]:
     """What optional packages are there."""
     for package, install in EXTRAS.items():
-        found = installed(package)
-        hint = "" if found else f"pip install {install}"
-        yield Row("extras", package, OK if found else NOTE, found or "absent", hint)
+        found, oldest = installed(package), OLDEST.get(package, "0")
+        if found and _numbers(found) < _numbers(oldest):
+            hint = f"pip install -U '{package}>={oldest}'"
+            yield Row("extras", package, RED, f"{found}, accepted is {oldest} or newer", hint)
+        else:
+            yield Row(
+                "extras", package, OK if found else NOTE, found or "absent", "" if found else f"pip install '{install}'"
+            )
 
 
 def self_test() -> Iterator[Row]:

@@ -17,6 +17,8 @@ OLDEST_TORCH = (2, 10)
 LIBRARY = Path(__file__).with_name("_C.so")
 CUDA_LIBRARY = Path(__file__).with_name("_cuda13.so")
 COMPILED = LIBRARY.exists()
+# What to do where it is absent; a copy for the `kernels` loader has its own words.
+REMEDY = "Install a wheel for this platform, or build from source with a C++20 compiler (docs/install.md)"
 
 # As csrc/torch_ops.cpp, packed_ops.cpp and decoder_ops.cpp have them; tests/test_plain.py compares.
 SCHEMAS = (
@@ -61,7 +63,7 @@ def warn_if_plain() -> None:
         _KEPT.append(None)
         warnings.warn(
             "lowbit: this installation has no compiled kernels (_C.so), so the slow reference in plain torch runs. "
-            "Install a wheel for this platform, or build from source with a C++20 compiler (docs/install.md)",
+            + REMEDY,
             stacklevel=3,
         )
 
@@ -104,8 +106,11 @@ def unloadable(library: Path, said: str) -> str:
     machine, built = platform.machine(), _machine_of(library)
     if built and built != machine:
         return f"{library.name}: found a library for {built}, this Python runs on {machine}: install the wheel for {machine}"
-    why = libc() or "cannot be loaded"
-    return f"{library.name}: {why} ({' '.join(said.split())})"
+    why, remedy = (
+        libc() or "cannot be loaded",
+        "" if libc() else ": reinstall lowbit, and report it with `lowbit doctor`",
+    )
+    return f"{library.name}: {why} ({' '.join(said.split())}){remedy}"
 
 
 def libc() -> str:

@@ -53,6 +53,27 @@ def refuses(device: torch.device | str | int) -> str | None:
     return None
 
 
+def device_there(name: torch.device | str | int, argument: str = "device") -> torch.device:
+    """The device of that name. FormatError for a word that is none, and for a CUDA device that torch does not have:
+    what is missing. ``argument`` is what the caller calls it."""
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        raise FormatError(f"{argument}: found {name!r}, accepted are cpu, cuda, cuda:1 and so on") from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        why = (
+            f"torch for CUDA {torch.version.cuda} sees no GPU: no driver of 580 or newer, or none visible"
+            if torch.version.cuda
+            else "this torch is built without CUDA"
+        )
+        raise FormatError(f"{argument}: found {name}, but {why}; accepted here is cpu (`lowbit doctor` says more)")
+    if (found.index or 0) >= torch.cuda.device_count():
+        raise FormatError(f"{argument}: found {name}, accepted are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return found
+
+
 def _on_gpu(name: str, t: Tensor) -> None:
     """The operators exist for CUDA devices and, for tracing, on meta and as fakes: everything else is named here."""
     if t.is_meta or (t.is_cuda and not (_NO_CUDA and type(t) is Tensor)):

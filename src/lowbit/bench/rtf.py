@@ -28,6 +28,7 @@ from lowbit.bench.shell import count, integers, padded, sink, words
 from lowbit.bench.timer import machine
 from lowbit.engines.graphs import NAMED
 from lowbit.models.omnivoice import is_trained, load_omnivoice, package
+from lowbit.ops_cuda import device_there
 from lowbit.prove import report
 from lowbit.types import FormatError
 
@@ -81,7 +82,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options().parse_args(argv)
-    device = torch.device(args.device)
+    device = device_there(args.device, "--device")
     _check(args, device)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -135,8 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(args: argparse.Namespace, device: torch.device) -> None:
     if (args.model is None) == (args.random is None):
         raise FormatError("bench rtf: accepted is one of --model DIR and --random full|deep|tiny")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise FormatError("--device: found cuda, but torch has no CUDA device; accepted here is cpu")
     if device.type not in ("cpu", "cuda"):
         raise FormatError(f"--device: found {args.device}, accepted are cpu and cuda")
     if (args.ref is None) != (args.ref_text is None):

@@ -111,10 +111,10 @@ def _facts(device: str) -> dict[str, Any]:
 def _job(args: argparse.Namespace) -> Run:
     import torch
 
+    from lowbit.ops_cuda import device_there
     from lowbit.prove import profile_runs
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise FormatError("--device: found cuda, but torch has no CUDA device; accepted here is cpu")
+    device_there(args.device, "--device")
     dtype = getattr(torch, args.dtype)
     own = (
         {"--prompt": args.prompt, "--tokens": args.tokens}

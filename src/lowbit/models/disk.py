@@ -20,6 +20,7 @@ from lowbit.checkpoint.residency import drop_clean_pages
 from lowbit.models.load import build_empty, fill, generation_config, local_directory, tie
 from lowbit.models.plan import check_names, listed, make_plan, tied_names
 from lowbit.models.recipes import block_lists
+from lowbit.ops_cuda import device_there
 from lowbit.types import FormatError
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ class DiskModel:
     ) -> None:
         """``blocks``: see ``quantize_model``, or what finds them. FormatError for quantized weights, and for whatever
         does not fit config.json, before a weight is read."""
+        self.device = device_there(device)
         self.checkpoint = open_checkpoint(local_directory(path))
-        self.path, self.dtype, self.device = self.checkpoint.path, dtype, torch.device(device)
+        self.path, self.dtype = self.checkpoint.path, dtype
         self.model: PreTrainedModel = build_empty(self.path, dtype)
         plan = make_plan(self.model, self.checkpoint)
         if plan.format is not None:

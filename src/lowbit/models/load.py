@@ -18,6 +18,7 @@ from lowbit.checkpoint.residency import drop_clean_pages
 from lowbit.models.plan import Plan, check_names, listed, make_plan, tied_names
 from lowbit.models.replace import get_linear, replace
 from lowbit.nn import QuantLinear
+from lowbit.ops_cuda import device_there
 from lowbit.types import Activation, FormatError, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def load(
     Raises FormatError for anything malformed, before a weight is copied.
     """
     chosen = resolve_activation(activation)
+    if device is not None:
+        device = device_there(device)
     checkpoint = open_checkpoint(local_directory(path))
     model = build_empty(checkpoint.path, dtype or torch.float32)
     complete(model, checkpoint, chosen, dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit.models.load import local_directory
 from lowbit.models.speech import read_wav
+from lowbit.ops_cuda import device_there
 from lowbit.types import FormatError
 
 RATE = 24000
@@ -59,11 +60,9 @@ def load_omnivoice(
 ) -> Any:
     """The model with its tokenizers, from a directory or a cached hub id; float16 on CUDA and float32 elsewhere where
     ``dtype`` is None. FormatError for what is no OmniVoice, and for a device that is not there."""
-    folder, kind = local_directory(path), torch.device(device)
+    folder, kind = local_directory(path), device_there(device, "--device")
     if not is_omnivoice(folder):
         raise FormatError(f"{folder}: config.json: found no model_type 'omnivoice', accepted is a directory with one")
-    if kind.type == "cuda" and not torch.cuda.is_available():
-        raise FormatError("--device: found cuda, but torch has no CUDA device; accepted here is cpu")
     home = package()
     if dtype is None:
         dtype = torch.float16 if kind.type == "cuda" else torch.float32

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.nn import QuantLinear
+from lowbit.ops_cuda import device_there
 from lowbit.prove.chips import Chip, Rate
 from lowbit.types import FormatError
 
@@ -24,8 +25,7 @@ def measure(device: str, name: str, seconds: float = 0.4, size: int | None = Non
     """
     if device not in ("cpu", "cuda"):
         raise FormatError(f"--measure: found --device {device}, accepted is cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise FormatError("--device: found cuda, but torch has no CUDA device; accepted here is cpu")
+    device_there(device, "--device")
     with torch.inference_mode():
         bandwidth = _bandwidth(device, seconds, mb)
         rates = _rates_cuda(seconds, size or 8192) if device == "cuda" else _rates_cpu(seconds, size or 1024)

@@ -335,13 +335,14 @@ def test_copies_of_a_layer(mode: str) -> None:
 
 @two
 def test_gpu_02_graphs_on_two_devices_take_turns() -> None:
-    layers = {d: layer(device=d) for d in ("cuda:0", "cuda:1")}
-    layers["cuda:1"] = QuantLinear.from_quantized(weight("w4two", 256, 512), "token").to("cuda:1")
+    q = weight("w4two", 256, 512)
+    layers = {d: QuantLinear.from_quantized(q, "token").to(d) for d in ("cuda:0", "cuda:1")}
     static, graphs, outs = {}, {}, {}
     for d, made in layers.items():
         with torch.cuda.device(d):
             static[d], graphs[d] = torch.ones(40, 512, device=d).half(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[d]):
+            # torch's own stream for captures is one of the device that captured first
+            with torch.cuda.graph(graphs[d], stream=torch.cuda.Stream(d)):
                 outs[d] = made(static[d])
     assert torch.cuda.current_device() == 0
     for seed in range(4):

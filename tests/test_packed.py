@@ -101,6 +101,10 @@ def test_float32_is_transformers_to_rounding(device: str, attention: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_are_transformers_to_rounding(dtype: torch.dtype, attention: str, head_dim: int) -> None:
     wide = stack("cuda", head_dim=head_dim)
+    if attention == "ours" and head_dim != 128:
+        with pytest.raises(FormatError, match="attention: found 'ours' with heads of 32"):
+            Backbone(wide, attention=attention)
+        return
     want = by_transformers(wide, inputs("cuda"))
     backbone = Backbone(stack("cuda", dtype, head_dim=head_dim), attention=attention)
     assert backbone.kernel_rope == (head_dim == 128)

@@ -55,6 +55,10 @@ def test_the_generation_is_told_from_what_is_around_it(tmp_path: Path) -> None:
     assert inside is not None and (inside.of, inside.runs, inside.events) == ("generation", 1, 7)
     assert inside.span_us == 140 and inside.busy_us == 10 + 18 + 3 + 20 + 7.5
     assert (inside.gap_count, inside.gap_us) == (2, 77) and [gap.us for gap in inside.gaps] == [70, 7]
+    assert (inside.step_gaps, inside.step_gap_us) == (
+        2,
+        77,
+    )  # from replay A to replay B; what comes before is not in it
     first, second = inside.gaps
     assert (first.before, first.after, first.late) == ("Memset (Device)", "quantize_rows", True)
     assert first.stack[-2:] == (trace.GENERATION, "graphs.py(70): run") and second.late is False

@@ -199,6 +199,8 @@ def _print_inside(inside: Inside, steps: int) -> None:
         ["no kernel runs, us", f"{inside.span_us - inside.busy_us:.1f}"],
         [f"gaps above {BOUNDARY:g} us", str(inside.gap_count)],
         ["their sum, us", f"{inside.gap_us:.1f}"],
+        ["of them from the first replay to the last", str(inside.step_gaps)],
+        ["their sum, us", f"{inside.step_gap_us:.1f}"],
         ["replays of graphs", str(inside.replays)],
         ["kernels in replays", str(inside.replay_events)],
         ["boundaries of kernels in replays, us", f"{inside.boundary_us:.1f}"],

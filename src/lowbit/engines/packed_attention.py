@@ -135,14 +135,19 @@ def choose(
 ) -> str:
     """The row that runs there for so many packed ``rows``; without ``ours`` one of torch's. FormatError for a word that is no
     row."""
-    if forced is not None:
-        if forced not in ATTENTIONS:
-            raise FormatError(f"attention: found {forced!r}, accepted are {', '.join(ATTENTIONS)}")
-        return forced
     can = {
         "ours": ours and head_dim == 128 and device.type == "cuda" and ops_cuda.refuses(device) is None,
         "varlen": _varlen_attn is not None and head_dim % 8 == 0 and head_dim <= 256,
     }
+    if forced is not None:
+        if forced not in ATTENTIONS:
+            raise FormatError(f"attention: found {forced!r}, accepted are {', '.join(ATTENTIONS)}")
+        if not can.get(forced, True):
+            left = ", ".join(name for name in ATTENTIONS if can.get(name, True))
+            raise FormatError(
+                f"attention: found {forced!r} with heads of {head_dim} on {device}, accepted there are {left}"
+            )
+        return forced
     capability = torch.cuda.get_device_capability(device) if can["ours"] else None
     for row in CHOICE:
         fits = row.device == device.type and row.dtype in (None, dtype) and row.capability in (None, capability)

@@ -255,6 +255,7 @@ class Held(Kept):
         if self.link is not None:
             raise FormatError(f"{name}: found {self.link.extra_repr()}, accepted {use} is a whole layer")
 
+    @torch.inference_mode(False)
     def _prepare(self) -> None:
         """The second packing that other than int8 rows want on a CUDA device."""
         four = self._four()

@@ -28,7 +28,8 @@ class Inside(NamedTuple):
     """What a GPU did between the first kernel of a generation and its last; of several, sums.
 
     ``of``: "generation" (the decoding loop of an utterance), "call" where the trace marks no generation, "trace" where it
-    marks neither. ``gap_count`` and ``gap_us`` are of gaps above BOUNDARY, ``gaps`` the largest. ``replays`` of graphs
+    marks neither. ``step_gaps`` and ``step_gap_us`` are those from the first replay of a graph to the end of the last one:
+    the decoding steps. ``gap_count`` and ``gap_us`` are of gaps above BOUNDARY, ``gaps`` the largest. ``replays`` of graphs
     had ``replay_events`` kernels, copies and fills; ``boundaries`` times one of them ended and the next began up to BOUNDARY later,
     ``boundary_us`` in all, and ``overlaps`` times the next had begun already, by ``overlap_us`` in all (programmatic
     dependent launch, or branches).
@@ -42,6 +43,8 @@ class Inside(NamedTuple):
     gap_count: int
     gap_us: float
     gaps: list[Gap]
+    step_gaps: int
+    step_gap_us: float
     replays: int
     replay_events: int
     boundaries: int
@@ -99,8 +102,15 @@ def inside(
         span += max(event.end for event in group) - group[0].start
         found += [gap_of(before, after, sender) for before, after in spaces]
     large = sorted((gap for gap in found if gap.us > BOUNDARY), key=lambda gap: -gap.us)
+    between: list[Gap] = []
+    for group in groups:
+        replayed = [event for event in group if _is_replayed(event, sender)]
+        if replayed:
+            first, last = replayed[0].start, max(event.end for event in replayed)
+            between += [gap for gap in large if first <= gap.start_us < last]
     return Inside(
         of, len(groups), span, busy, sum(map(len, groups)), len(large), sum(gap.us for gap in large), large[:most],
+        len(between), sum(gap.us for gap in between),
         *_replays([event for group in groups for event in group], sender),
     )  # fmt: skip
 
@@ -117,12 +127,16 @@ def _groups(ran: Sequence[Event], marks: Sequence[Event], sender: Mapping[int | 
     return [group for group in groups if group]
 
 
+def _is_replayed(event: Event, sender: Mapping[int | None, Event]) -> bool:
+    launch = sender.get(event.correlation)
+    return event.correlation is not None and launch is not None and "GraphLaunch" in launch.name
+
+
 def _replays(ran: Sequence[Event], sender: Mapping[int | None, Event]) -> tuple[int, int, int, float, int, float]:
     """Of graph launches, whose kernels share their correlation: replays, events, boundaries and overlaps."""
     groups: dict[int, list[Event]] = {}
     for event in ran:
-        launch = sender.get(event.correlation)
-        if event.correlation is not None and launch is not None and "GraphLaunch" in launch.name:
+        if event.correlation is not None and _is_replayed(event, sender):
             groups.setdefault(event.correlation, []).append(event)
     close: list[float] = []
     over: list[float] = []

@@ -56,6 +56,7 @@ def markdown(found: Sequence[Found]) -> str:
     lines += [
         ("gaps above 5 µs inside the generation", _cells(found, _inside("gap_count"), ".2f")),
         ("their sum, µs", _cells(found, _inside("gap_us"), ".1f")),
+        ("of them from the first replay to the last", _cells(found, _inside("step_gaps", "replays"), ".2f")),
         ("boundaries of kernels inside replays, µs", _cells(found, _inside("boundary_us", "replays"), ".1f")),
         ("a kernel, µs", _cells(found, _of_kernel, ".2f")),
         ("kernels that begin before the last one ended", _cells(found, _inside("overlaps", "replays"), ".1f")),

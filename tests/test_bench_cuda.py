@@ -97,7 +97,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return torch.zeros(len(x), 256, dtype=torch.int8), torch.ones(len(x)), torch.zeros(1)
 
     def linear(codes: Tensor, scales: Tensor, low: Tensor, weight: Tensor, channel: Tensor, bias: Tensor,
-               up: Tensor, n: int, mode: int, dtype: torch.dtype, row: int) -> Tensor:  # fmt: skip
+               up: Tensor, n: int, mode: int, dtype: torch.dtype, row: int, gated: bool) -> Tensor:  # fmt: skip
         log.append(("linear", len(codes), mode, row, weight.data_ptr(), up.data_ptr()))
         return torch.zeros(len(codes), n, dtype=dtype)
 

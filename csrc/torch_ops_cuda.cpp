@@ -391,6 +391,7 @@ static Tensor cuda_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   };
   a.q = view(q, "q", heads), a.k = view(k, "k", k.size(1)), a.v = view(v, "v", k.size(1));
   a.q_stride = q.stride(0), a.k_stride = k.stride(0), a.v_stride = v.stride(0);
+  STD_TORCH_CHECK(scale > 0 && scale < 1e30, "scale: found ", scale, ", accepted are finite numbers above 0");
   STD_TORCH_CHECK(bounds.numel() >= 2, "bounds: found ", bounds.numel(),
                   " elements, accepted are 2 and more");
   a.bounds = static_cast<const int*>(data_of(bounds, "bounds", q, ScalarType::Int, bounds.numel(), 4));

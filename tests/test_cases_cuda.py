@@ -263,6 +263,8 @@ BAD: dict[str, Bad] = {
     "eps below zero": ("quantize", {"eps": -1.0}, "eps: found -1"),
     "eps not a number": ("norm_rope", {"eps": float("nan")}, "eps: found -?nan"),
     "eps without end": ("inverse_rms", {"eps": float("inf")}, "eps: found inf"),
+    "scale of an attention 0": ("attention", {"scale": 0.0}, "scale: found 0"),
+    "scale of an attention not a number": ("attention", {"scale": float("nan")}, "scale: found -?nan"),
     "clip 0": ("quantize4", {"clip": 0.0}, "clip: found 0"),
     "clip not a number": ("quantize4", {"clip": float("nan")}, "clip: found -?nan"),
     "gated, N no multiple of 16": ("linear", {"gated": True}, "n: found 72, accepted with gated are multiples of 16"),

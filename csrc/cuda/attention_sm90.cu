@@ -35,10 +35,12 @@ struct Bars {
 };
 
 struct Work {
-  int begin, end, first_item;  // rows of the segment; item i: queries begin + i / heads * 64, head i % heads
+  int begin, end, first_item;  // rows of the segment; item i: 64 queries from begin + i / ratio * 64 on of
+                               // the key head's query head i % ratio
 };
 
-// The segment of the CTA's pair of items: lanes count the tiles of 32 segments at once. end 0: none is left.
+// The segment of the CTA's pair of items, `ratio` query heads a key head: lanes count the tiles of 32
+// segments at once. end 0: none is left.
 __device__ __forceinline__ Work find(const AttentionArgs& a, int ratio) {
   const int lane = threadIdx.x & 31;
   int pair = blockIdx.x;

@@ -12,7 +12,8 @@ from lowbit import ops_cuda, reference
 from lowbit.engines import packed, packed_linears
 from lowbit.engines.packed import Backbone
 from lowbit.engines.packed_attention import ATTENTIONS, CHOICE, Spans, choose
-from lowbit.engines.packed_linears import SideBySide, TileProduct, fuse
+from lowbit.engines.packed_linears import SideBySide, TileProduct
+from lowbit.engines.packed_siblings import fuse, in_turn
 from lowbit.engines.packed_stack import linears_of
 from lowbit.layouts import mma_tiles
 from lowbit.quantize import rtn
@@ -257,7 +258,7 @@ def test_gate_and_up_in_turn_are_the_same_rows() -> None:
                 .with_(bias=torch.randn(32), low_rank=LowRank(torch.randn(64, 4), torch.randn(32, 4))) for _ in range(2))  # fmt: skip
     joined = fuse([gate, up])
     assert isinstance(joined, QuantizedWeight) and joined.low_rank is not None
-    turned = packed_linears.in_turn(joined)
+    turned = in_turn(joined)
     x = torch.randn(3, 64)
     y, z = (reference.linear(x, q, None).view(3, -1) for q in (joined, turned))
     assert torch.equal(z.view(3, 4, 2, 8)[:, :, 0].flatten(1), y[:, :32])

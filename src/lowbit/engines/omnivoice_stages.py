@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lowbit.engines.packed import Backbone
-from lowbit.engines.packed_linears import FLOATS, INTEGERS, share, shared_by, unshare
+from lowbit.engines.packed_linears import FLOATS, INTEGERS
 from lowbit.engines.packed_originals import Originals
+from lowbit.engines.packed_siblings import share, shared_by, unshare
 from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
 from lowbit.types import FormatError, QuantizedWeight
 

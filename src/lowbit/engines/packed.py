@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lowbit import ops, ops_cuda
 from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
-from lowbit.engines.packed_linears import FLOATS, Norm, Product, is_float, product_of, reasons, unshare
+from lowbit.engines.packed_linears import FLOATS, Norm, Product, is_float, product_of, reasons
+from lowbit.engines.packed_siblings import unshare
 from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
 from lowbit.types import FormatError, QuantizedWeight
 

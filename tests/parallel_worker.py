@@ -210,6 +210,7 @@ def a_model_by_its_own_plan(c: Check) -> None:
 
 
 def from_pretrained_with_a_plan(c: Check) -> None:
+    import transformers
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -217,6 +218,14 @@ def from_pretrained_with_a_plan(c: Check) -> None:
     try:
         quantization = lowbit.LowbitConfig(activation="none")
         options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": quantization}
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):  # no mesh there to cut by
+            try:
+                config = DistributedConfig(tp_plan="auto")
+                AutoModelForCausalLM.from_pretrained(c.folder / "gptq", distributed_config=config, **options)
+            except FormatError as error:
+                assert "accepted is 5.24" in str(error), error
+                return
+            raise AssertionError("an older transformers was taken")
         want = lowbit.load(c.folder / "gptq", c.device, "none")
         cut = AutoModelForCausalLM.from_pretrained(
             c.folder / "gptq", distributed_config=DistributedConfig(tp_plan="auto"), **options

@@ -615,6 +615,7 @@ def test_import_is_light() -> None:
 def test_the_public_names() -> None:
     names = {"quantize", "load", "save", "explain", "QuantLinear", "QuantizedWeight", "FormatError"}
     names |= {"LowbitConfig", "enable_transformers", "disable_transformers"}
+    names |= {"parallelize", "ColwiseQuant", "RowwiseQuant"}
     assert set(lowbit.__all__) == names and names <= set(dir(lowbit))
     importlib.import_module("lowbit.quantize.rtn")  # the subpackage of that name must not take the function's place
     assert callable(lowbit.quantize) and lowbit.quantize.__module__ == "lowbit.models.api"

@@ -15,8 +15,8 @@
 
 namespace lowbit::cuda {
 
-constexpr int kHeadDim = 128, kQueries = 64, kKeys = 64, kAttentionThreads = 128;
-constexpr int kTileBytes = kKeys * kHeadDim * 2;
+constexpr int kQueries = 64, kKeys = 64, kAttentionThreads = 128;
+constexpr int kTileBytes = kKeys * kHead * 2;
 
 // A row is 16 chunks of 16 B; chunk c of row r lies at c ^ (r & 7).
 LOWBIT_DEVICE uint32_t chunk_at(uint32_t base, int row, int chunk) {
@@ -32,11 +32,6 @@ LOWBIT_DEVICE void mma(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) 
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
   else
     ptx::mma_f16(c, a, b0, b1);
-}
-LOWBIT_DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // 64 rows of 256 B from `from` on, `stride` elements apart; rows beyond `rows` repeat the last one.
@@ -65,9 +60,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attention(const Attentio
   }
   if (s == a.segments) return;
   const int first = begin + tile * kQueries, length = end - begin;
-  const uint16_t* q = static_cast<const uint16_t*>(a.q) + first * a.q_stride + head * kHeadDim;
-  const uint16_t* k = static_cast<const uint16_t*>(a.k) + begin * a.k_stride + group * kHeadDim;
-  const uint16_t* v = static_cast<const uint16_t*>(a.v) + begin * a.v_stride + group * kHeadDim;
+  const uint16_t* q = static_cast<const uint16_t*>(a.q) + first * a.q_stride + head * kHead;
+  const uint16_t* k = static_cast<const uint16_t*>(a.k) + begin * a.k_stride + group * kHead;
+  const uint16_t* v = static_cast<const uint16_t*>(a.v) + begin * a.v_stride + group * kHead;
   copy_tile(qs, q, a.q_stride, min(end - first, kQueries));
   copy_tile(ks, k, a.k_stride, min(length, kKeys));
   ptx::commit_copies();
@@ -124,7 +119,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attention(const Attentio
     for (int r = 0; r < 2; r++) {
       now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
       now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
-      const float shrink = exp2_fast((most[r] - now[r]) * a.scale);
+      const float shrink = ptx::exp2((most[r] - now[r]) * a.scale);
       most[r] = now[r], scaled[r] = now[r] * a.scale, sum[r] *= shrink;
 #pragma unroll
       for (int n = 0; n < 16; n++) out[n][2 * r] *= shrink, out[n][2 * r + 1] *= shrink;
@@ -133,7 +128,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attention(const Attentio
     for (int n = 0; n < 8; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[n][e] = exp2_fast(fmaf(score[n][e], a.scale, -scaled[e >> 1]));
+        score[n][e] = ptx::exp2(fmaf(score[n][e], a.scale, -scaled[e >> 1]));
         sum[e >> 1] += score[n][e];
       }
     ptx::wait_copies<1>();  // v of this block
@@ -163,7 +158,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) attention(const Attentio
     const int row = first + warp * 16 + g + 8 * r;
     if (row >= end) continue;
     const float by = 1.f / sum[r];
-    uint32_t* y = static_cast<uint32_t*>(a.y) + ((size_t)row * a.heads + head) * (kHeadDim / 2) + t;
+    uint32_t* y = static_cast<uint32_t*>(a.y) + ((size_t)row * a.heads + head) * (kHead / 2) + t;
 #pragma unroll
     for (int n = 0; n < 16; n++) y[n * 4] = pack2(out[n][2 * r] * by, out[n][2 * r + 1] * by, bf16);
   }

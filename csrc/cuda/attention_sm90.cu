@@ -19,7 +19,7 @@
 
 namespace lowbit::cuda {
 
-constexpr int kHead = 128, kRows = 64, kHalf = kRows * 128,
+constexpr int kRows = 64, kHalf = kRows * 128,
               kTile = 2 * kHalf;  // halves: 64 columns, 128 B a row
 constexpr int kStages = 4, kItems = 2, kThreads = kItems * 128 + 128;
 constexpr int kKeysAt = kItems * kTile, kValuesAt = kKeysAt + kStages * kTile,
@@ -65,12 +65,6 @@ __device__ __forceinline__ Work find(const AttentionArgs& a, int ratio) {
   return {0, 0, 0};
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, int column, int row,
                                           uint32_t bar) {
   ptx::load_2d(to, map, column, row, bar);
@@ -93,13 +87,13 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float (&most)[2], float 
     now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
     now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
     const bool grows = (now[r] - most[r]) * scale > kSlack;
-    shrink[r] = grows ? exp2_fast((most[r] - now[r]) * scale) : 1.f;
+    shrink[r] = grows ? ptx::exp2((most[r] - now[r]) * scale) : 1.f;
     most[r] = grows ? now[r] : most[r];
     base[r] = most[r] * scale, sum[r] *= shrink[r], grown |= grows;
   }
 #pragma unroll
   for (int i = 0; i < 32; i++) {
-    s[i] = exp2_fast(fmaf(s[i], scale, -base[i >> 1 & 1]));
+    s[i] = ptx::exp2(fmaf(s[i], scale, -base[i >> 1 & 1]));
     sum[i >> 1 & 1] += s[i];
   }
   return __any_sync(~0u, grown);

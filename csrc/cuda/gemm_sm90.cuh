@@ -144,8 +144,8 @@ __device__ __forceinline__ void store_gated(const Cta<C>& c, const GemmArgs& a, 
   const uint32_t scales = c.smem + C::scale_at + (wg * C::tokens + c.rank * C::own) * 4;
   const int g = lane >> 2, t = lane & 3, mat = lane >> 3, i8 = lane & 7;
   auto z = [&](int j, int e, float2 x) {
-    const float scale = e ? x.y : x.x, gate = fmaf(f[4 * j + e], scale, bias.x);
-    return __fdividef(gate, 1.f + __expf(-gate)) * fmaf(f[4 * j + 2 + e], scale, bias.y);
+    const float scale = e ? x.y : x.x;
+    return silu(fmaf(f[4 * j + e], scale, bias.x)) * fmaf(f[4 * j + 2 + e], scale, bias.y);
   };
   if (a.dtype == Dtype::kFloat32) {
 #pragma unroll
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas)
   if (threadIdx.x == 0) ptx::prefetch(&map_x), ptx::prefetch(&map_y);
   ptx::let_next_grid_start();
   __syncthreads();
-  if constexpr (C::split > 1) ptx::cluster_arrive();  // waited for where a peer is first touched
+  if constexpr (C::split > 1) ptx::cluster_arrive();  // waited for where the peer is first touched
   if (warp >= C::groups * 4) {
     if constexpr (C::moves_registers) ptx::fewer_registers<C::producer_registers>();
     if (C::split > 1 && (threadIdx.x & 31) != 0) ptx::cluster_wait();

@@ -85,6 +85,8 @@ struct Int4Args {
   Dtype dtype;                 //
 };
 
+constexpr int kHead = 128;  // columns of a head
+
 // Rows of queries, keys and values [m, (heads + 2 kv_heads) * 128]: norm (or none) and rotation of queries
 // and keys.
 struct RopeArgs {

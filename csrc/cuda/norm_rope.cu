@@ -6,13 +6,12 @@
 
 namespace lowbit::cuda {
 
-constexpr int kHead = 128, kRopeWarps = 8;
+constexpr int kRopeWarps = 8;
 
 LOWBIT_DEVICE float2 load2(const void* p, size_t at, Dtype dtype) {
   if (dtype == Dtype::kFloat32) return *reinterpret_cast<const float2*>(static_cast<const float*>(p) + at);
   const uint32_t w = *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p) + at);
-  return dtype == Dtype::kBfloat16 ? make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u))
-                                   : half2_float2(w);
+  return widen(w, dtype == Dtype::kBfloat16);
 }
 LOWBIT_DEVICE float warp_sum(float s) {
 #pragma unroll
@@ -32,8 +31,7 @@ LOWBIT_DEVICE Eight eight(const uint4& q, bool bf16) {
   Eight e;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float2 f = bf16 ? make_float2(__uint_as_float(w[i] << 16), __uint_as_float(w[i] & 0xFFFF0000u))
-                          : half2_float2(w[i]);
+    const float2 f = widen(w[i], bf16);
     e.v[2 * i] = f.x, e.v[2 * i + 1] = f.y;
   }
   return e;

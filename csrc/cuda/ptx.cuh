@@ -99,6 +99,12 @@ LOWBIT_DEVICE void let_next_grid_start() {
 #endif
 }
 
+LOWBIT_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 16 bytes from global to shared memory, in a group of copies; zeros where not `there`.
 LOWBIT_DEVICE void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

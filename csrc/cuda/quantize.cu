@@ -30,9 +30,6 @@ LOWBIT_DEVICE void fetch(Whole& r, const void* x, size_t at, Dtype dtype) {
     r.q[0] = p[0], r.q[1] = p[1];
   }
 }
-LOWBIT_DEVICE float2 widen(uint32_t w, bool bf16) {
-  return bf16 ? make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)) : half2_float2(w);
-}
 LOWBIT_DEVICE void to_floats(float (&v)[kUnit], const Whole& r, Dtype dtype) {
   const uint32_t* w = reinterpret_cast<const uint32_t*>(r.q);
   if (dtype == Dtype::kFloat32) {

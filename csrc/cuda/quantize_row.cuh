@@ -33,9 +33,7 @@ LOWBIT_DEVICE void to_floats(float (&v)[kUnit], const Raw<kWide>& r, bool bf16) 
     if constexpr (kWide) {
       v[i] = __uint_as_float(w[i]);
     } else if (i % 2 == 0) {
-      const float2 f =
-          bf16 ? make_float2(__uint_as_float(w[i / 2] << 16), __uint_as_float(w[i / 2] & 0xFFFF0000u))
-               : half2_float2(w[i / 2]);
+      const float2 f = widen(w[i / 2], bf16);
       v[i] = f.x, v[i + 1] = f.y;
     }
   }
@@ -64,7 +62,7 @@ LOWBIT_DEVICE void add(Raw<kWide>& r, const Raw<kWide>& other, bool bf16) {
 
 LOWBIT_DEVICE void gate(float (&v)[kUnit], const float (&up)[kUnit]) {
 #pragma unroll
-  for (int i = 0; i < kUnit; i++) v[i] = __fdividef(v[i], 1.f + __expf(-v[i])) * up[i];
+  for (int i = 0; i < kUnit; i++) v[i] = silu(v[i]) * up[i];
 }
 
 LOWBIT_DEVICE void multiply(float (&v)[kUnit], const float* by) {

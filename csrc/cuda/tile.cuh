@@ -67,6 +67,11 @@ LOWBIT_DEVICE float2 half2_float2(uint32_t h) {
   return __half22float2(*reinterpret_cast<const __half2*>(&h));
 }
 
+LOWBIT_DEVICE float2 widen(uint32_t w, bool bf16) {  // two fp16 or bf16
+  return bf16 ? make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)) : half2_float2(w);
+}
+LOWBIT_DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
 // Block `at` of low, [halves of 8 ranks][8 rows][8 ranks], as the B operand of mma_f16.
 LOWBIT_DEVICE uint2 low_of(const void* low, size_t at, int lane) {
   const uint32_t* p = static_cast<const uint32_t*>(low) + at * 64 + lane;

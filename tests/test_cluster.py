@@ -142,11 +142,7 @@ def test_a_directory_that_a_machine_does_not_share_is_refused(tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a voice, lines."""
-    folder = tmp_path_factory.mktemp("cluster")
-    tiny.write(folder / "model")
-    write_wav(folder / "voice.wav", tiny.voice()[0].numpy(), 24000)
-    (folder / "lines.jsonl").write_text("\n".join(json.dumps(row) for row in LINES))
-    return folder
+    return tiny.place(tmp_path_factory.mktemp("cluster"), "lines.jsonl", LINES)
 
 
 def speak(place: Path, out: Path, *more: str) -> int:

@@ -50,9 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    found = tiny.load(folder)
-    found.voice = tiny.prompt(found)
-    return found
+    return tiny.ready(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -391,9 +389,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.float16], ids=["fp32", "fp16"])
 def on_gpu(request: pytest.FixtureRequest, wide_folder: Path) -> Any:
-    found = tiny.load(wide_folder, "cuda", request.param)
-    found.voice = tiny.prompt(found)
-    return found
+    return tiny.ready(wide_folder, "cuda", request.param)
 
 
 @pytest.mark.gpu

@@ -25,9 +25,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = tiny.load(tiny.write(tmp_path_factory.mktemp("omnivoice")))
-    found.voice = tiny.prompt(found)
-    return found
+    return tiny.ready(tiny.write(tmp_path_factory.mktemp("omnivoice")))
 
 
 @pytest.fixture(autouse=True)

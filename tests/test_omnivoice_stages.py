@@ -30,9 +30,7 @@ EVERY = {"*": "fp32"}  # the same as "fp32" by another name, so that it is a bac
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = tiny.load(tiny.write(tmp_path_factory.mktemp("omnivoice")))
-    found.voice = tiny.prompt(found)
-    return found
+    return tiny.ready(tiny.write(tmp_path_factory.mktemp("omnivoice")))
 
 
 @pytest.fixture(autouse=True)
@@ -411,9 +409,7 @@ def test_the_word_is_said_once_and_short(model: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = tiny.load(tiny.write(tmp_path_factory.mktemp("wide"), **WIDE), "cuda", torch.float16)
-    found.voice = tiny.prompt(found)
-    return found
+    return tiny.ready(tiny.write(tmp_path_factory.mktemp("wide"), **WIDE), "cuda", torch.float16)
 
 
 @pytest.mark.gpu

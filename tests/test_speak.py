@@ -31,11 +31,7 @@ PROMPTS = [{"text": tiny.TEXT, "ref_audio": "voice.wav", "ref_text": "The harbou
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a voice, prompts."""
-    folder = tmp_path_factory.mktemp("speak")
-    tiny.write(folder / "model")
-    write_wav(folder / "voice.wav", tiny.voice()[0].numpy(), 24000)
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in PROMPTS))
-    return folder
+    return tiny.place(tmp_path_factory.mktemp("speak"), "prompts.jsonl", PROMPTS)
 
 
 @pytest.fixture(scope="module")

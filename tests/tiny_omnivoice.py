@@ -5,12 +5,15 @@ Bytes are its text tokens: 256 letters and the special words of Qwen3 and OmniVo
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from lowbit.models.speech import write_wav
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|denoise|>"]
 SPECIAL += [f"<|{word}_{end}|>" for word in ("lang", "instruct", "text") for end in ("start", "end")]
@@ -90,3 +93,18 @@ def voice(seconds: float = 2.0, rate: int = 24000) -> torch.Tensor:
 
 def prompt(model: Any) -> Any:
     return model.create_voice_clone_prompt((voice(), 24000), ref_text="The harbour was quiet.")
+
+
+def ready(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a checkpoint with its voice beside it, as ``voice``."""
+    found = load(folder, device, dtype)
+    found.voice = prompt(found)
+    return found
+
+
+def place(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    """``folder`` with a checkpoint in model, a voice in voice.wav, and ``rows`` in a JSONL file of that name."""
+    write(folder / "model")
+    write_wav(folder / "voice.wav", voice()[0].numpy(), 24000)
+    (folder / name).write_text("\n".join(json.dumps(row) for row in rows))
+    return folder

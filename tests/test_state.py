@@ -20,7 +20,7 @@ import oracle
 from lowbit import dispatch, ops_cuda
 from lowbit.cuda import DeviceLinear
 from lowbit.formats import lowbit as canonical
-from lowbit.layouts import mma_tiles
+from lowbit.layouts import mma_tiles, panels
 from lowbit.nn import QuantLinear, W4A4Linear
 from lowbit.types import Activation, LowRank, QuantizedWeight
 from samples import generator, rows
@@ -307,6 +307,17 @@ def test_float16_storage(device: str) -> None:
     ):
         with pytest.raises(RuntimeError, match=said):
             other.load_state_dict(bad)
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float16_storage_is_packed_where_the_weight_is(device: str) -> None:
+    weight = torch.randn(24, 50, generator=generator("half")).half()
+    packed = panels.pack_half(weight.to(device))
+    assert packed.device.type == device and packed.shape == panels.pack_half(weight).shape
+    if device == "cuda":
+        layer = QuantLinear.from_linear(linear := torch.nn.Linear(50, 24, device=device), "fp16")
+        x = rows(3, 50).to(device)
+        assert layer(x).device == x.device and torch.allclose(layer(x), linear(x), rtol=1e-2, atol=1e-3)
 
 
 def test_from_meta_it_has_names_and_shapes_and_into_meta_it_goes_where_the_tensors_are() -> None:

@@ -105,9 +105,9 @@ def unpack(
 
 
 def pack_half(weight: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """float16 [N, K] -> float16 [panels, K rounded up to 4, 16], or the same of another ``dtype``."""
+    """float16 [N, K] -> float16 [panels, K rounded up to 4, 16] on its device, or the same of another ``dtype``."""
     panels = _panels(pad(weight.to(dtype), (0, -weight.shape[1] % 4))).mT
-    return pages.empty(tuple(panels.shape), dtype).copy_(panels)
+    return pages.empty(tuple(panels.shape), dtype).copy_(panels) if panels.device.type == "cpu" else panels.contiguous()
 
 
 def unpack_half(packed: Tensor, n: int, k: int) -> Tensor:

@@ -319,6 +319,14 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
       "cuda_guided_score(Tensor logits, Tensor guidance, Tensor penalty, Tensor temperature, Tensor noise, "
       "Tensor valid, Tensor tokens, int mask_id) -> (Tensor, Tensor)");
   m.def("cuda_attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> Tensor");
+  m.def(
+      "cuda_attention_quantize(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, Tensor? smooth, "
+      "Tensor? down, int rank, bool hadamard, bool tile_order) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "cuda_linear_quantize(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, "
+      "Tensor? bias, Tensor? up, int n, int mode, int out, Tensor(a!) residual, Tensor norm, float eps, "
+      "Tensor? smooth, Tensor? down, int rank, bool hadamard, bool tile_order, int row=-1) -> (Tensor, "
+      "Tensor, Tensor)");
   m.def("cuda_reveal(Tensor(a!) tokens, Tensor pred, Tensor score, Tensor k) -> ()");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {

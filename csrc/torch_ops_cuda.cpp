@@ -126,10 +126,66 @@ struct Quantized {
   Tensor codes, scales, low, group_scales;
 };
 
-static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& residual,
-                          const std::optional<Tensor>& norm, double eps, const std::optional<Tensor>& smooth,
-                          const std::optional<Tensor>& down, int64_t rank, bool hadamard, bool silu,
-                          bool tile_order, bool four, double clip) {
+// What rows go through before they are integers, as the operators are told.
+struct Rounding {
+  const std::optional<Tensor>&residual, &norm, &smooth, &down;
+  double eps;
+  int64_t rank;
+  bool hadamard, silu, tile_order, four;
+  double clip;
+};
+
+// Of m rows of k columns: everything but x and what is written. `name` is the argument that k comes from.
+static cuda::QuantizeArgs rounding_args(const Rounding& r, const char* name, const Tensor& beside,
+                                        cuda::Dtype dtype, int64_t m, int64_t k) {
+  STD_TORCH_CHECK(k > 0 && k % 16 == 0 && k <= 32768, name, ": found K=", k,
+                  ", accepted are multiples of 16 up to 32768");
+  STD_TORCH_CHECK(!(r.hadamard || r.four) || k % 64 == 0, name, ": found K=", k,
+                  ", accepted behind a Hadamard and with 4 bits are multiples of 64");
+  STD_TORCH_CHECK(r.rank % 16 == 0 && r.rank >= 0 && r.rank <= 256, "rank: found ", r.rank,
+                  ", accepted are multiples of 16 up to 256");
+  STD_TORCH_CHECK((r.rank > 0) == r.down.has_value(), "down: found ", r.down.has_value() ? "one" : "none",
+                  " with rank ", r.rank);
+  STD_TORCH_CHECK(r.clip > 0 && r.clip < 1e30, "clip: found ", r.clip,
+                  ", accepted are finite values above 0");
+  check_eps(r.eps);
+  cuda::QuantizeArgs a{};
+  a.dtype = dtype;
+  if (r.residual.has_value())
+    a.residual =
+        const_cast<void*>(data_of(*r.residual, "residual", beside, kOutputs[static_cast<int>(dtype)], m * k));
+  a.norm = optional_data<float>(r.norm, "norm", beside, ScalarType::Float, k);
+  a.smooth = optional_data<float>(r.smooth, "smooth", beside, ScalarType::Float, 2 * k);
+  a.down = optional_data<void>(r.down, "down", beside, ScalarType::Half, r.rank * ((k + 63) / 64 * 64));
+  a.m = as_int(m, "M"), a.k = as_int(k, "K"), a.kp = (a.k + 255) / 256 * 256;
+  a.rank = static_cast<int>(r.rank), a.eps = static_cast<float>(r.eps);
+  a.hadamard = r.hadamard, a.silu = r.silu, a.tile_order = r.tile_order, a.four = r.four,
+  a.clip = static_cast<float>(r.clip);
+  return a;
+}
+
+// What is written, allocated and put into a.
+static Quantized rounding_outputs(cuda::QuantizeArgs& a, const Tensor& beside) {
+  const int64_t m = a.m, padded = (m + 127) / 128 * 128;
+  Quantized out{torch::stable::new_empty(beside, {m, a.four ? a.kp / 2 : a.kp},
+                                         a.four ? ScalarType::Byte : ScalarType::Char),
+                torch::stable::new_empty(beside, {m}, ScalarType::Float),
+                torch::stable::new_empty(beside, {a.rank / 16, (m + 7) / 8, 128}, ScalarType::Half),
+                torch::stable::new_empty(beside, {a.four ? a.kp / 64 : 0, padded}, ScalarType::Float)};
+  if (m == 0) return out;
+  a.codes = static_cast<int8_t*>(out.codes.mutable_data_ptr());
+  a.scales = static_cast<float*>(out.scales.mutable_data_ptr());
+  a.low = out.low.mutable_data_ptr();
+  a.group_scales = static_cast<float*>(out.group_scales.mutable_data_ptr());
+  return out;
+}
+
+static void round_rows(const cuda::QuantizeArgs& a, const cuda::Device& device, cuda::Stream stream) {
+  const char* wrong = cuda::launch_quantize(a, device, stream);
+  STD_TORCH_CHECK(!wrong, "cuda_quantize: ", wrong, " (M=", a.m, " K=", a.k, " rank=", a.rank, ")");
+}
+
+static Quantized quantize(const Tensor& x_in, const Rounding& r) {
   STD_TORCH_CHECK(on_gpu(x_in), "x: found on no GPU, accepted is a CUDA tensor");
   const DeviceGuard guard(x_in.get_device_index());
   const cuda::Device device = device_of(x_in);
@@ -137,43 +193,13 @@ static Quantized quantize(const Tensor& x_in, const std::optional<Tensor>& resid
   Tensor x = x_in.is_contiguous() ? x_in : torch::stable::contiguous(x_in);
   if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16) x = torch::stable::clone(x);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "x: found no columns, accepted is [..., K]");
-  const int64_t width = x.size(x.dim() - 1), m = x.numel() / width, k = silu ? width / 2 : width;
-  STD_TORCH_CHECK(!silu || width % 2 == 0, "x: found ", width,
+  const int64_t width = x.size(x.dim() - 1), m = x.numel() / width;
+  STD_TORCH_CHECK(!r.silu || width % 2 == 0, "x: found ", width,
                   " columns, accepted with silu is gate and up side by side");
-  STD_TORCH_CHECK(k > 0 && k % 16 == 0 && k <= 32768, "x: found K=", k,
-                  ", accepted are multiples of 16 up to 32768");
-  STD_TORCH_CHECK(!(hadamard || four) || k % 64 == 0, "x: found K=", k,
-                  ", accepted behind a Hadamard and with 4 bits are multiples of 64");
-  STD_TORCH_CHECK(rank % 16 == 0 && rank >= 0 && rank <= 256, "rank: found ", rank,
-                  ", accepted are multiples of 16 up to 256");
-  STD_TORCH_CHECK((rank > 0) == down.has_value(), "down: found ", down.has_value() ? "one" : "none",
-                  " with rank ", rank);
-  STD_TORCH_CHECK(clip > 0 && clip < 1e30, "clip: found ", clip, ", accepted are finite values above 0");
-  check_eps(eps);
-  cuda::QuantizeArgs a{};
-  a.dtype = dtype_of(x, "x");
+  cuda::QuantizeArgs a = rounding_args(r, "x", x, dtype_of(x, "x"), m, r.silu ? width / 2 : width);
   a.x = data_of(x, "x", x, x.scalar_type(), x.numel());
-  if (residual.has_value())
-    a.residual = const_cast<void*>(data_of(*residual, "residual", x, x.scalar_type(), m * k));
-  a.norm = optional_data<float>(norm, "norm", x, ScalarType::Float, k);
-  a.smooth = optional_data<float>(smooth, "smooth", x, ScalarType::Float, 2 * k);
-  a.down = optional_data<void>(down, "down", x, ScalarType::Half, rank * ((k + 63) / 64 * 64));
-  a.m = as_int(m, "M"), a.k = as_int(k, "K"), a.kp = (a.k + 255) / 256 * 256;
-  a.rank = static_cast<int>(rank), a.eps = static_cast<float>(eps);
-  a.hadamard = hadamard, a.silu = silu, a.tile_order = tile_order, a.four = four,
-  a.clip = static_cast<float>(clip);
-  Quantized out{
-      torch::stable::new_empty(x, {m, four ? a.kp / 2 : a.kp}, four ? ScalarType::Byte : ScalarType::Char),
-      torch::stable::new_empty(x, {m}, ScalarType::Float),
-      torch::stable::new_empty(x, {rank / 16, (m + 7) / 8, 128}, ScalarType::Half),
-      torch::stable::new_empty(x, {four ? a.kp / 64 : 0, (m + 127) / 128 * 128}, ScalarType::Float)};
-  if (m == 0) return out;
-  a.codes = static_cast<int8_t*>(out.codes.mutable_data_ptr());
-  a.scales = static_cast<float*>(out.scales.mutable_data_ptr());
-  a.low = out.low.mutable_data_ptr();
-  a.group_scales = static_cast<float*>(out.group_scales.mutable_data_ptr());
-  const char* wrong = cuda::launch_quantize(a, device, current_stream(x.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_quantize: ", wrong, " (M=", m, " K=", k, " rank=", rank, ")");
+  Quantized out = rounding_outputs(a, x);
+  if (m > 0) round_rows(a, device, current_stream(x.get_device_index()));
   return out;
 }
 
@@ -183,7 +209,8 @@ static std::tuple<Tensor, Tensor, Tensor> cuda_quantize(const Tensor& x, std::op
                                                         std::optional<Tensor> smooth,
                                                         std::optional<Tensor> down, int64_t rank,
                                                         bool hadamard, bool silu, bool tile_order) {
-  Quantized q = quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, tile_order, false, 1);
+  const Quantized q =
+      quantize(x, {residual, norm, smooth, down, eps, rank, hadamard, silu, tile_order, false, 1});
   return {q.codes, q.scales, q.low};
 }
 
@@ -194,7 +221,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> cuda_quantize4(const Tensor& x
                                                                  std::optional<Tensor> smooth,
                                                                  std::optional<Tensor> down, int64_t rank,
                                                                  bool hadamard, bool silu, double clip) {
-  Quantized q = quantize(x, residual, norm, eps, smooth, down, rank, hadamard, silu, false, true, clip);
+  const Quantized q =
+      quantize(x, {residual, norm, smooth, down, eps, rank, hadamard, silu, false, true, clip});
   return {q.codes, q.group_scales, q.scales, q.low};
 }
 
@@ -204,16 +232,26 @@ static void check_padded(int64_t n, int64_t kp) {
   STD_TORCH_CHECK(n > 0 && n <= 1 << 30, "n: found ", n, ", accepted are 1 .. 2^30");
 }
 
-// out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable GEMM, -2 the GEMV, -1 by the table, else
-// that row of tiles. gated: [M, n / 2], silu(gate) * up.
-static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low,
-                          const Tensor& weight, const Tensor& channel, std::optional<Tensor> bias,
-                          std::optional<Tensor> up, int64_t n, int64_t mode, int64_t out, int64_t row,
-                          bool gated) {
+static void check_codes(const Tensor& codes) {
   STD_TORCH_CHECK(on_gpu(codes) && codes.dim() == 2, "codes: found ", codes.dim(),
                   " dimensions, accepted is a CUDA tensor [M, Kp]");
-  const DeviceGuard guard(codes.get_device_index());
-  const cuda::Device device = device_of(codes);
+}
+
+// A product as the operators are told of it. out: float32, bfloat16, float16 as 0, 1, 2. row: -3 the portable
+// GEMM, -2 the GEMV, -1 by the table, else that row of tiles. gated: [M, n / 2], silu(gate) * up.
+struct Multiplication {
+  const Tensor &codes, &scales;
+  const std::optional<Tensor>& low;
+  const Tensor &weight, &channel;
+  const std::optional<Tensor>&bias, &up;
+  int64_t n, mode, out, row;
+  bool gated;
+};
+
+// Everything but y.
+static cuda::LinearArgs linear_args(const Multiplication& p, const cuda::Device& device) {
+  const Tensor& codes = p.codes;
+  const int64_t n = p.n, mode = p.mode, out = p.out, row = p.row;
   STD_TORCH_CHECK(mode >= 0 && mode < cuda::kModes, "mode: found ", mode, ", accepted are 0 .. ",
                   cuda::kModes - 1);
   check_out(out);
@@ -230,33 +268,86 @@ static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::option
                   " mode=", mode, ", accepted are up to 16 rows and 4-bit modes");
   STD_TORCH_CHECK(row < -1 || !hopper || out == 0 || n % 8 == 0, "n: found ", n, " with ",
                   name_of(kOutputs[out]), " output, accepted by Hopper's GEMM are multiples of 8");
-  STD_TORCH_CHECK(!gated || (hopper && row >= -1), "gated: found with row=", row, " on compute capability ",
+  STD_TORCH_CHECK(!p.gated || (hopper && row >= -1), "gated: found with row=", row, " on compute capability ",
                   device.capability / 10, ".", device.capability % 10, ", accepted are rows of tiles on 9.0");
-  STD_TORCH_CHECK(!gated || n % 16 == 0, "n: found ", n, ", accepted with gated are multiples of 16");
-  a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out), a.gated = gated;
-  a.rank = rank_of(up, low, np);
+  STD_TORCH_CHECK(!p.gated || n % 16 == 0, "n: found ", n, ", accepted with gated are multiples of 16");
+  a.mode = static_cast<cuda::Mode>(mode), a.dtype = static_cast<cuda::Dtype>(out), a.gated = p.gated;
+  a.rank = rank_of(p.up, p.low, np);
   static const int64_t kBytes[] = {8192, 4096, 4224, 4352};  // tile_bytes of tile.cuh
   a.codes = static_cast<const int8_t*>(data_of(codes, "codes", codes, ScalarType::Char, m * kp));
-  a.scales = static_cast<const float*>(data_of(scales, "scales", codes, ScalarType::Float, m, 4));
+  a.scales = static_cast<const float*>(data_of(p.scales, "scales", codes, ScalarType::Float, m, 4));
   a.weight = static_cast<const uint8_t*>(
-      data_of(weight, "weight", codes, ScalarType::Byte, np / 64 * (kp / 128) * kBytes[mode]));
-  a.channel = static_cast<const float*>(data_of(channel, "channel", codes, ScalarType::Float, np));
-  a.bias = optional_data<float>(bias, "bias", codes, ScalarType::Float, np);
-  a.up = optional_data<void>(up, "up", codes, ScalarType::Half, np * a.rank);
-  if (a.rank) a.low = data_of(*low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
-  Tensor y = torch::stable::new_empty(codes, {m, gated ? n / 2 : n}, kOutputs[out]);
-  if (m == 0) return y;
+      data_of(p.weight, "weight", codes, ScalarType::Byte, np / 64 * (kp / 128) * kBytes[mode]));
+  a.channel = static_cast<const float*>(data_of(p.channel, "channel", codes, ScalarType::Float, np));
+  a.bias = optional_data<float>(p.bias, "bias", codes, ScalarType::Float, np);
+  a.up = optional_data<void>(p.up, "up", codes, ScalarType::Half, np * a.rank);
+  if (a.rank) a.low = data_of(*p.low, "low", codes, ScalarType::Half, (m + 7) / 8 * 8 * a.rank);
+  return a;
+}
+
+// Fills y [m, n], or half as wide with gated, and gives it back.
+static Tensor multiply(cuda::LinearArgs a, int64_t row, const Tensor& beside, const cuda::Device& device,
+                       cuda::Stream stream) {
+  Tensor y =
+      torch::stable::new_empty(beside, {a.m, a.gated ? a.n / 2 : a.n}, kOutputs[static_cast<int>(a.dtype)]);
+  if (a.m == 0) return y;
   a.y = y.mutable_data_ptr();
-  const cuda::Stream stream = current_stream(codes.get_device_index());
   const char* wrong = nullptr;
   if (row == -2)
     wrong = cuda::launch_gemv(a, device, stream);
-  else if (row == -3 || !hopper)
+  else if (row == -3 || device.capability != 90)
     wrong = cuda::launch_gemm_mma(a, device, stream);
   else
     wrong = cuda::launch_gemm_sm90(a, static_cast<int>(row), device, stream);
-  STD_TORCH_CHECK(!wrong, "cuda_linear: ", wrong, " (M=", m, " N=", n, " K=", kp, " row=", row, ")");
+  STD_TORCH_CHECK(!wrong, "cuda_linear: ", wrong, " (M=", a.m, " N=", a.n, " K=", a.kp, " row=", row, ")");
   return y;
+}
+
+static Tensor cuda_linear(const Tensor& codes, const Tensor& scales, std::optional<Tensor> low,
+                          const Tensor& weight, const Tensor& channel, std::optional<Tensor> bias,
+                          std::optional<Tensor> up, int64_t n, int64_t mode, int64_t out, int64_t row,
+                          bool gated) {
+  check_codes(codes);
+  const DeviceGuard guard(codes.get_device_index());
+  const cuda::Device device = device_of(codes);
+  const cuda::LinearArgs a =
+      linear_args({codes, scales, low, weight, channel, bias, up, n, mode, out, row, gated}, device);
+  return multiply(a, row, codes, device, current_stream(codes.get_device_index()));
+}
+
+// A product whose rows go through the next quantizer: residual [M, n] += y, norm, rounding. One launch where
+// the chip has it and the shape fits, else the two; the same bits. row >= 0: of the joined launch's own
+// table.
+static std::tuple<Tensor, Tensor, Tensor> cuda_linear_quantize(
+    const Tensor& codes, const Tensor& scales, std::optional<Tensor> low, const Tensor& weight,
+    const Tensor& channel, std::optional<Tensor> bias, std::optional<Tensor> up, int64_t n, int64_t mode,
+    int64_t out, Tensor residual, const Tensor& norm, double eps, std::optional<Tensor> smooth,
+    std::optional<Tensor> down, int64_t rank, bool hadamard, bool tile_order, int64_t row) {
+  check_codes(codes);
+  const DeviceGuard guard(codes.get_device_index());
+  const cuda::Device device = device_of(codes);
+  const cuda::LinearArgs a =
+      linear_args({codes, scales, low, weight, channel, bias, up, n, mode, out, row, false}, device);
+  STD_TORCH_CHECK(out != 0, "out: found 0 (Float), accepted are 1 (BFloat16), 2 (Half)");
+  const std::optional<Tensor> stream_of_layers = residual, weights_of_norm = norm;
+  cuda::QuantizeArgs q = rounding_args(
+      {stream_of_layers, weights_of_norm, smooth, down, eps, rank, hadamard, false, tile_order, false, 1},
+      "n", codes, a.dtype, a.m, n);
+  const Quantized rows = rounding_outputs(q, codes);
+  if (a.m == 0) return {rows.codes, rows.scales, rows.low};
+  const cuda::Stream stream = current_stream(codes.get_device_index());
+  const char* wrong = nullptr;
+  const bool joined =
+      row >= -1 && cuda::launch_linear_quantize(a, q, static_cast<int>(row), device, stream, &wrong);
+  if (!joined && row >= 0) wrong = "row: no joined launch takes the shape, accepted is -1";
+  STD_TORCH_CHECK(!wrong, "cuda_linear_quantize: ", wrong, " (M=", a.m, " N=", n, " K=", a.kp, " rank=", rank,
+                  " row=", row, ")");
+  if (!joined) {
+    const Tensor y = multiply(a, row, codes, device, stream);
+    q.x = y.const_data_ptr();
+    round_rows(q, device, stream);
+  }
+  return {rows.codes, rows.scales, rows.low};
 }
 
 // INT4 tensor cores: codes and group scales of cuda_quantize4, weight uint8 [np, Kp / 2] and its scales [Kp /
@@ -363,14 +454,14 @@ static std::tuple<Tensor, Tensor> cuda_guided_score(const Tensor& logits, const 
   return out;
 }
 
-// q [M, H, 128], k and v [M, G, 128], views with heads side by side -> [M, H, 128]: attention inside the
-// segments bounds [S + 1].
-static Tensor cuda_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds,
-                             double scale) {
+static void check_queries(const Tensor& q) {
   STD_TORCH_CHECK(on_gpu(q) && q.dim() == 3 && q.size(2) == 128, "q: found ", q.dim(),
                   " dimensions, accepted is a CUDA tensor [M, heads, 128]");
-  const DeviceGuard guard(q.get_device_index());
-  const cuda::Device device = device_of(q);
+}
+
+// Everything but y.
+static cuda::AttentionArgs attention_args(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          const Tensor& bounds, double scale) {
   cuda::AttentionArgs a{};
   const int64_t m = q.size(0), heads = q.size(1);
   a.dtype = dtype_of(q, "q");
@@ -397,12 +488,58 @@ static Tensor cuda_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   a.bounds = static_cast<const int*>(data_of(bounds, "bounds", q, ScalarType::Int, bounds.numel(), 4));
   a.m = as_int(m, "M"), a.heads = as_int(heads, "heads"), a.kv_heads = as_int(k.size(1), "heads");
   a.segments = as_int(bounds.numel() - 1, "segments"), a.scale = static_cast<float>(scale);
-  Tensor y = torch::stable::new_empty(q, {m, heads, 128});
-  if (m == 0) return y;
+  return a;
+}
+
+// Fills y [m, heads, 128] and gives it back.
+static Tensor attend(cuda::AttentionArgs a, const Tensor& q, const cuda::Device& device,
+                     cuda::Stream stream) {
+  Tensor y = torch::stable::new_empty(q, {a.m, a.heads, 128});
+  if (a.m == 0) return y;
   a.y = y.mutable_data_ptr();
-  const char* wrong = cuda::launch_attention(a, device, current_stream(q.get_device_index()));
-  STD_TORCH_CHECK(!wrong, "cuda_attention: ", wrong, " (M=", m, " heads=", heads, ")");
+  const char* wrong = cuda::launch_attention(a, device, stream);
+  STD_TORCH_CHECK(!wrong, "cuda_attention: ", wrong, " (M=", a.m, " heads=", a.heads, ")");
   return y;
+}
+
+// q [M, H, 128], k and v [M, G, 128], views with heads side by side -> [M, H, 128]: attention inside the
+// segments bounds [S + 1].
+static Tensor cuda_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds,
+                             double scale) {
+  check_queries(q);
+  const DeviceGuard guard(q.get_device_index());
+  const cuda::Device device = device_of(q);
+  return attend(attention_args(q, k, v, bounds, scale), q, device, current_stream(q.get_device_index()));
+}
+
+// The same, its rows [M, H * 128] through the next quantizer. One launch where the chip has it and the heads
+// fit, else the two; the same bits.
+static std::tuple<Tensor, Tensor, Tensor> cuda_attention_quantize(const Tensor& q, const Tensor& k,
+                                                                  const Tensor& v, const Tensor& bounds,
+                                                                  double scale, std::optional<Tensor> smooth,
+                                                                  std::optional<Tensor> down, int64_t rank,
+                                                                  bool hadamard, bool tile_order) {
+  check_queries(q);
+  const DeviceGuard guard(q.get_device_index());
+  const cuda::Device device = device_of(q);
+  const cuda::AttentionArgs a = attention_args(q, k, v, bounds, scale);
+  const std::optional<Tensor> none;
+  cuda::QuantizeArgs r =
+      rounding_args({none, none, smooth, down, 0, rank, hadamard, false, tile_order, false, 1}, "q", q,
+                    a.dtype, a.m, int64_t{a.heads} * 128);
+  const Quantized rows = rounding_outputs(r, q);
+  if (a.m == 0) return {rows.codes, rows.scales, rows.low};
+  const cuda::Stream stream = current_stream(q.get_device_index());
+  const char* wrong = nullptr;
+  const bool joined = cuda::launch_attention_quantize(a, r, device, stream, &wrong);
+  STD_TORCH_CHECK(!wrong, "cuda_attention_quantize: ", wrong, " (M=", a.m, " heads=", a.heads, " rank=", rank,
+                  ")");
+  if (!joined) {
+    const Tensor y = attend(a, q, device, stream);
+    r.x = y.const_data_ptr();
+    round_rows(r, device, stream);
+  }
+  return {rows.codes, rows.scales, rows.low};
 }
 
 // In place: tokens [B, S] = pred at the k [B] slots of largest score of each row.
@@ -488,5 +625,7 @@ LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, LOWBIT_KEY, m) {
   m.impl("cuda_inverse_rms", TORCH_BOX(&cuda_inverse_rms));
   m.impl("cuda_guided_score", TORCH_BOX(&cuda_guided_score));
   m.impl("cuda_attention", TORCH_BOX(&cuda_attention));
+  m.impl("cuda_attention_quantize", TORCH_BOX(&cuda_attention_quantize));
+  m.impl("cuda_linear_quantize", TORCH_BOX(&cuda_linear_quantize));
   m.impl("cuda_reveal", TORCH_BOX(&cuda_reveal));
 }

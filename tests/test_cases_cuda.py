@@ -25,7 +25,10 @@ from lowbit.nn import QuantLinear
 from lowbit.types import FormatError, LowRank, QuantizedWeight
 
 ROOT = Path(__file__).parents[1]
-NAMES = "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal attention".split()
+NAMES = (
+    "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal attention attention_quantize "
+    "linear_quantize"
+).split()
 SPACE = "lowbit_cuda_stub"
 
 
@@ -36,10 +39,19 @@ class Stub:
         torch.ops.load_library(str(library))
         self.native = ctypes.CDLL(str(library))
         self.native.stub_reached.restype = ctypes.c_char_p
+        self.native.stub_order.restype = ctypes.c_char_p
         self.native.stub_set.argtypes = [ctypes.c_int, ctypes.c_char_p]
+        self.native.stub_join.argtypes = [ctypes.c_bool]
 
-    def chip(self, capability: int, error: bytes | None = None) -> None:
+    def chip(self, capability: int, error: bytes | None = None, joins: bool = True) -> None:
+        """A chip, what its kernels say, and whether the joined launchers take what they are given."""
         self.native.stub_set(capability, error)
+        self.native.stub_join(joins)
+
+    @property
+    def order(self) -> str:
+        """Every kernel that was reached since ``chip``."""
+        return str(self.native.stub_order().decode())
 
     @property
     def launches(self) -> int:
@@ -125,10 +137,19 @@ GOOD: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 GOOD["quantize4"] = {key: value for key, value in GOOD["quantize"].items() if key != "tile_order"} | {"clip": 1.0}
+# The rows of attention, 512 columns; those of a product, N = 192, with a residual and a norm.
+_AFTER = dict(smooth=torch.ones(2, 512), down=half(1, 32, 32, 8), rank=16, hadamard=True, tile_order=True)
+GOOD["attention_quantize"] = GOOD["attention"] | _AFTER
+GOOD["linear_quantize"] = {key: value for key, value in GOOD["linear"].items() if key != "gated"} | _AFTER | dict(
+    weight=torch.zeros(3, 2, 4096, dtype=torch.uint8), channel=torch.ones(192), bias=torch.zeros(192),
+    up=half(1, 12, 32, 8), n=192, residual=half(5, 192), norm=torch.ones(192), eps=1e-6, smooth=torch.ones(2, 192),
+    down=half(1, 12, 32, 8),
+)  # fmt: skip
 REACHED = {
     "quantize": "quantize", "quantize4": "quantize", "linear": "gemm_sm90", "linear4": "gemm_int4",
     "norm_rope": "norm_rope", "dequantize": "dequantize", "inverse_rms": "inverse_rms",
     "guided_score": "guided_score", "reveal": "reveal", "attention": "attention",
+    "attention_quantize": "attention_quantize", "linear_quantize": "linear_quantize",
 }  # fmt: skip
 
 # (operator, what is changed, what the message says: the argument, and the value)
@@ -202,7 +223,43 @@ BAD: dict[str, Bad] = {
     "zeros of other groups": ("dequantize", {"zeros": torch.zeros(3, 1, dtype=torch.uint8)}, "zeros: found 3 .*6"),
     "x of three dimensions": ("inverse_rms", {"x": half(5, 2, 64)}, "x: found 3 dim"),
     "x of odd width": ("inverse_rms", {"x": half(5, 63)}, "x: found K=63"),
+    "rounded q of heads of 64": ("attention_quantize", {"q": half(5, 8, 64)}, "q: found 3 dim"),
+    "rounded k of 3 heads": ("attention_quantize", {"k": half(5, 3, 128)}, "k: found 3 heads"),
+    "rounded v of other rows": (
+        "attention_quantize", {"v": half(4, 2, 128)}, r"v: found another shape than \[5, 2, 128\]"),
+    "rounded bounds of one": (
+        "attention_quantize", {"bounds": torch.zeros(1, dtype=torch.int32)}, "bounds: found 1 elements"),
+    "rows of 257 heads": (
+        "attention_quantize", {key: half(5, 257, 128) for key in "qkv"}, "q: found K=32896, .*32768"),
+    "smooth of the heads too short": ("attention_quantize", {"smooth": torch.ones(1023)}, "smooth: found 1023 .*1024"),
+    "down of other heads": ("attention_quantize", {"down": half(1, 30, 32, 8)}, "down: found 7680 elements, .*8192"),
+    "codes of one dimension, then rounded": (
+        "linear_quantize", {"codes": torch.zeros(256, dtype=torch.int8)}, "codes: found 1 dim"),
+    "codes off the padding, then rounded": (
+        "linear_quantize", {"codes": torch.zeros(5, 128, dtype=torch.int8)}, "codes: found Kp=128, .*256"),
+    "scales of other rows, then rounded": ("linear_quantize", {"scales": torch.ones(6)}, "scales: found 6 .*5"),
+    "weight of another mode, then rounded": (
+        "linear_quantize", {"mode": mma_tiles.GROUPS}, "weight: found 24576 elements, .*26112"),
+    "bias unpadded, then rounded": ("linear_quantize", {"bias": torch.ones(72)}, "bias: found 72 elements, .*192"),
+    "no n, then rounded": ("linear_quantize", {"n": 0}, "n: found 0"),
+    "rows of 144 columns behind a Hadamard": ("linear_quantize", {"n": 144}, "n: found K=144, .*Hadamard.* 64"),
+    "rows of 136 columns": ("linear_quantize", {"n": 136, "hadamard": False}, "n: found K=136, .*16 up to 32768"),
+    "rows that the copy engine cannot address": ("linear_quantize", {"n": 130}, "n: found 130 with Half output, .*8"),
+    "residual of other rows, of a product": (
+        "linear_quantize", {"residual": half(4, 192)}, "residual: found 768 elements, .*960"),
+    "norm of the codes": ("linear_quantize", {"norm": torch.ones(128)}, "norm: found 128 elements, .*192"),
+    "smooth of one half": ("linear_quantize", {"smooth": torch.ones(192)}, "smooth: found 192 elements, .*384"),
+    "down of the codes": ("linear_quantize", {"down": half(1, 8, 32, 8)}, "down: found 2048 elements, .*3072"),
     # dtypes
+    "rounded q of floats": ("attention_quantize", {"q": torch.zeros(5, 4, 128)}, "q: found Float"),
+    "rounded smooth of halves": ("attention_quantize", {"smooth": half(1024)}, "smooth: found Half, accepted is Float"),
+    "a product rounded from floats": (
+        "linear_quantize", {"out": 0}, r"out: found 0 \(Float\), accepted are 1 \(BFloat16\), 2 \(Half\)"),
+    "a product rounded from nothing": ("linear_quantize", {"out": 3}, "out: found 3"),
+    "a residual of another dtype than out": (
+        "linear_quantize", {"residual": half(5, 192).bfloat16()}, "residual: found BFloat16, accepted is Half"),
+    "a norm of halves": ("linear_quantize", {"norm": half(192)}, "norm: found Half, accepted is Float"),
+    "a down of floats": ("linear_quantize", {"down": torch.zeros(1, 12, 32, 8)}, "down: found Float, accepted is Half"),
     "x float64": ("quantize", {"x": torch.zeros(5, 128, dtype=torch.float64)}, "x: found Double, .*Half"),
     "x int32": ("quantize4", {"x": torch.zeros(5, 128, dtype=torch.int32)}, "x: found Int, .*Half"),
     "residual of another dtype": ("quantize", {"residual": torch.zeros(5, 128)}, "residual: found Float, .*Half"),
@@ -236,7 +293,13 @@ BAD: dict[str, Bad] = {
     "qkv of a wider row": ("norm_rope", {"qkv": half(5, 1024)[:, :512]}, r"qkv: found strides \[1024, 1\]"),
     "sines transposed": ("norm_rope", {"sines": torch.ones(64, 5).T}, r"sines: found strides \[1, 5\]"),
     "x of every other row": ("inverse_rms", {"x": half(10, 64)[::2]}, r"x: found strides \[128, 1\]"),
+    "a residual transposed": ("linear_quantize", {"residual": half(192, 5).T}, r"residual: found strides \[1, 5\]"),
     # alignment
+    "a residual off by one": (
+        "linear_quantize", {"residual": off(5, 192, dtype=torch.float16)}, "residual: found data 2 bytes"),
+    "a norm off by one": ("linear_quantize", {"norm": off(192)}, "norm: found data 4 bytes past a multiple of 16"),
+    "rounded q off by one": (
+        "attention_quantize", {"q": off(5, 4, 128, dtype=torch.float16)}, "q: found data at an address"),
     "residual off by one": ("quantize", {"residual": off(5, 128, dtype=torch.float16)}, "residual: found data 2 bytes"),
     "norm off by one": ("quantize", {"norm": off(128)}, "norm: found data 4 bytes past a multiple of 16"),
     "down off by one": ("quantize", {"down": off(1, 8, 32, 8, dtype=torch.float16)}, "down: found data 2 bytes"),
@@ -259,7 +322,19 @@ BAD: dict[str, Bad] = {
     "up without low": ("linear", {"low": None}, "low: found none, .*rank 16"),
     "low without up": ("linear", {"up": None}, "up: found none, .*low of 128"),
     "up without low, 4 bits": ("linear4", {"low": None}, "low: found none, .*rank 16"),
+    "rank 8 behind attention": ("attention_quantize", {"rank": 8}, "rank: found 8, .*16"),
+    "rank behind attention without down": ("attention_quantize", {"down": None}, "down: found none with rank 16"),
+    "rank 272 behind a product": ("linear_quantize", {"rank": 272}, "rank: found 272, .*256"),
+    "down behind a product without rank": ("linear_quantize", {"rank": 0}, "down: found one with rank 0"),
+    "up without low, then rounded": ("linear_quantize", {"low": None}, "low: found none, .*rank 16"),
+    "low without up, then rounded": ("linear_quantize", {"up": None}, "up: found none, .*low of 128"),
     # values
+    "eps of a product below zero": ("linear_quantize", {"eps": -1.0}, "eps: found -1"),
+    "scale of an attention 0, then rounded": ("attention_quantize", {"scale": 0.0}, "scale: found 0"),
+    "mode 4, then rounded": ("linear_quantize", {"mode": 4}, "mode: found 4, .*3"),
+    "row below the names, then rounded": ("linear_quantize", {"row": -4}, "row: found -4"),
+    "GEMV of 8-bit weights, then rounded": (
+        "linear_quantize", {"mode": mma_tiles.W8, "row": -2}, "row: found -2 .GEMV. with M=5 mode=0"),
     "eps below zero": ("quantize", {"eps": -1.0}, "eps: found -1"),
     "eps not a number": ("norm_rope", {"eps": float("nan")}, "eps: found -?nan"),
     "eps without end": ("inverse_rms", {"eps": float("inf")}, "eps: found inf"),
@@ -327,6 +402,35 @@ def test_a_gated_product_has_half_the_columns_where_the_chip_has_it(stub: Stub) 
         stub.call("linear", GOOD["linear"] | {"gated": True, "n": 80})
 
 
+def test_what_cannot_be_joined_is_two_launches(stub: Stub) -> None:
+    """The chip's own product and attention, then the quantizer; GEMV and the portable GEMM never try."""
+    product = GOOD["linear_quantize"]
+    stub.chip(90, joins=False)
+    codes, scales, low = stub.call("linear_quantize", product)
+    assert codes.shape == (5, 256) and scales.shape == (5,) and low.shape == (1, 1, 128)
+    assert stub.order == "gemm_sm90 quantize"
+    stub.chip(90, joins=False)
+    assert stub.call("attention_quantize", GOOD["attention_quantize"])[0].shape == (5, 512)
+    assert stub.order == "attention quantize"
+    for row, kernel in ((ops_cuda.GEMV, "gemv"), (ops_cuda.PORTABLE, "gemm_mma")):
+        stub.chip(90)
+        stub.call("linear_quantize", product | {"row": row})
+        assert stub.order == f"{kernel} quantize"
+    stub.chip(89, joins=False)
+    stub.call("linear_quantize", product)
+    assert stub.order == "gemm_mma quantize"
+    stub.chip(90, joins=False)
+    with pytest.raises(RuntimeError, match=r"cuda_linear_quantize: row: no joined launch .* \(M=5 N=192 .* row=0\)"):
+        stub.call("linear_quantize", product | {"row": 0})
+    with pytest.raises(RuntimeError, match="row: found 0, .*Hopper's"):
+        stub.chip(89)
+        stub.call("linear_quantize", product | {"row": 0})
+    assert stub.order == ""
+    stub.chip(90)
+    stub.call("linear_quantize", product | {"row": 0})
+    assert stub.order == "linear_quantize"
+
+
 def test_no_rows_are_no_launch(stub: Stub) -> None:
     before = stub.launches
     codes, scales, low = stub.call("quantize", GOOD["quantize"] | {"x": half(0, 128), "residual": half(0, 128)})
@@ -338,6 +442,11 @@ def test_no_rows_are_no_launch(stub: Stub) -> None:
     assert stub.call("linear4", GOOD["linear4"] | none | four).shape == (0, 72)
     empty = {"qkv": half(0, 512), "cosines": torch.ones(0, 64), "sines": torch.ones(0, 64)}
     stub.call("norm_rope", GOOD["norm_rope"] | empty)
+    rounded = stub.call("linear_quantize", GOOD["linear_quantize"] | none | {"residual": half(0, 192)})
+    assert [list(t.shape) for t in rounded] == [[0, 256], [0], [1, 0, 128]]
+    views = {"q": half(0, 4, 128), "k": half(0, 2, 128), "v": half(0, 2, 128)}
+    rounded = stub.call("attention_quantize", GOOD["attention_quantize"] | views)
+    assert [list(t.shape) for t in rounded] == [[0, 512], [0], [1, 0, 128]]
     assert stub.call("inverse_rms", {"x": half(0, 64), "eps": 0.0}).shape == (0,)
     assert stub.launches == before
 
@@ -349,6 +458,11 @@ def test_what_a_kernel_says_comes_with_its_shape(stub: Stub) -> None:
     stub.chip(90, b"K: one row with its low rank does not fit the shared memory")
     with pytest.raises(RuntimeError, match=r"cuda_quantize: K: one row .* \(M=5 K=128 rank=16\)"):
         stub.call("quantize", GOOD["quantize"])
+    stub.chip(90, b"row: there are fewer rows of tiles")
+    with pytest.raises(RuntimeError, match=r"cuda_linear_quantize: row: there .* \(M=5 N=192 K=256 rank=16 row=9\)"):
+        stub.call("linear_quantize", GOOD["linear_quantize"] | {"row": 9})
+    with pytest.raises(RuntimeError, match=r"cuda_attention_quantize: row: there .* \(M=5 heads=4 rank=16\)"):
+        stub.call("attention_quantize", GOOD["attention_quantize"])
 
 
 # -- GPU-01: architecture, driver ------------------------------------------------------------------------------------
@@ -402,6 +516,7 @@ def test_gpu_01_what_python_says_of_a_chip(capability: tuple[int, int], monkeypa
     else:
         assert ops_cuda.refuses("cuda:0") is None and choice.kernel.name == "cuda_tiles"
     # 4-bit activations: by the tensor core on Ampere and Ada, emulated on Hopper, not at all on newer chips
+    assert ops_cuda.rounds(torch.device("cuda:0")) == (capability == (9, 0))
     assert ops_cuda.has_int4("cuda:0") == (capability[0] == 8)
     assert ops_cuda.runs_int4("cuda:0") == (capability <= (9, 0))
 
@@ -481,6 +596,14 @@ CPU_CALLS: dict[str, Callable[[], object]] = {
         torch.zeros(3, 40, dtype=torch.uint8), torch.ones(3, 2), None, 80, 40, 4, torch.float16
     ),
     "qkv": lambda: ops_cuda.norm_rope(half(5, 512), None, None, torch.ones(5, 64), torch.ones(5, 64), 2, 1),
+    "q": lambda: ops_cuda.attention_quantize(*(GOOD["attention"][a] for a in "q k v bounds scale".split())),
+    "codes, rounded": lambda: ops_cuda.linear_quantize(
+        *(GOOD["linear_quantize"][a] for a in "codes scales low weight channel bias up n mode".split()),
+        torch.float16,
+        residual=half(5, 192),
+        norm=torch.ones(192),
+        eps=1e-6,
+    ),
     "x, inverse RMS": lambda: ops_cuda.inverse_rms(half(5, 64), 1e-6),
 }
 

@@ -169,6 +169,16 @@ LOWBIT_DEVICE float2 lds_float2(uint32_t a) {
 LOWBIT_DEVICE void sts_float(uint32_t a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
 }
+LOWBIT_DEVICE int cta_of_cluster() {
+  uint32_t r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return (int)r;
+}
+LOWBIT_DEVICE int cluster() {
+  uint32_t r;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(r));
+  return (int)r;
+}
 LOWBIT_DEVICE uint32_t in_cta(uint32_t a, uint32_t cta) {
   uint32_t r;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(cta));

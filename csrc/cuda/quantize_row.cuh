@@ -6,6 +6,7 @@ namespace lowbit::cuda {
 
 constexpr int kUnit = 16, kBlock = 64, kRows = 8;
 constexpr float kTiny = 0x1p-100f;  // a row below this is zero
+constexpr float kHuge = 0x1p120f;   // below this, quotient_of_127 holds
 constexpr float kRound =
     12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, whose low byte is the low byte of the bits
 
@@ -126,6 +127,25 @@ LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit], bool mixed) {
     for (int i = 1; i < kUnit; i++) most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
   }
   return most;
+}
+
+// The same for any v, in one instruction a value: a NaN becomes the largest of all.
+LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit]) {
+  float m = fabsf(v[0]);
+#pragma unroll
+  for (int i = 1; i < kUnit; i++) asm("max.NaN.f32 %0, %0, %1;" : "+f"(m) : "f"(fabsf(v[i])));
+  return __float_as_uint(m) & 0x7FFFFFFFu;
+}
+
+// 127 / amax, correctly rounded, for kTiny <= amax < kHuge: what a division is without its look at the
+// exponents.
+LOWBIT_DEVICE float quotient_of_127(float amax) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(amax));
+  r = fmaf(r, fmaf(-amax, r, 1.f), r);
+  float q = 127.f * r;
+  q = fmaf(r, fmaf(-amax, q, 127.f), q);
+  return fmaf(r, fmaf(-amax, q, 127.f), q);
 }
 
 // v is scaled to -127 .. 127; `to`: the unit's 16 bytes in plain order, its first 4 in the order of tiles.

@@ -13,7 +13,8 @@
 // the previous grid has ended. CTAs of a cluster send each other the maxima of the rows, and the first one
 // the sums of low, into its mbarriers: a barrier of the cluster would wait for every store before it (0.4
 // us). Each block of 64 columns gives one sum for low, and these are added in order, so a row has the same
-// bits whatever M, CTA or cluster it is in. Rows beyond M repeat the last one and write nothing.
+// bits whatever M, CTA or cluster it is in. Rows beyond M repeat the last one: they write its codes once
+// more, which are the same, and nothing else.
 #include "launch.cuh"
 #include "quantize_row.cuh"
 
@@ -21,89 +22,145 @@ namespace lowbit::cuda {
 
 enum Before { kNothing, kNorm, kGate };
 
-constexpr int kMostSplit = 4, kPart = 32;  // CTAs of a cluster; float4 of a block's sums, one a lane
+constexpr int kMostSplit = 4;
+constexpr int kPart =
+    132;  // floats of a block's sums: four a lane, and four so that neighbours lie in other banks
 
 struct ShortShape {
   int warps, split;            // of a CTA; of a cluster
   int chunks, blocks, filled;  // of 64 columns: of a row of codes, of x
   int room;                    // blocks of a CTA, at most
-  // Shared memory, in floats: down [chunk][room] 512 | parts [chunk][block] 128 | norm | smooth, 1 / smooth |
-  // sums of squares [block][8 rows] | maxima [split][8 rows] | four mbarriers. The same places in every CTA
-  // of a cluster.
-  int parts, norm, smooth, sums, maxima, barriers, bytes;
+  int first[kMostSplit + 1];   // block of each CTA of a cluster, and `blocks`
+  // Shared memory, in floats: down [chunk][room] 512 | parts [chunk][block] kPart | smooth, 1 / smooth | sums
+  // of squares [block][8 rows] | maxima [split][8 rows] | four mbarriers. The same places in every CTA of a
+  // cluster.
+  int parts, smooth, sums, maxima, barriers, bytes;
 };
 
+// Makes the compiler have a value here, not where it is used: what can be known before the wait is.
+template <class T>
+LOWBIT_DEVICE void hold(T*& p) {
+  asm volatile("" : "+l"(p));
+  __builtin_assume(__isGlobal(p));
+}
+LOWBIT_DEVICE void hold(uint32_t& v) { asm volatile("" : "+r"(v)); }
+LOWBIT_DEVICE void hold(int& v) { asm volatile("" : "+r"(v)); }
+
 // low of eight rows from parts [chunk][block][lane] of four: c0, c1 (rank g, rows 2t, 2t+1), c2, c3 (rank g +
-// 8). Four threads a pair of ranks, each every fourth block in order.
-LOWBIT_DEVICE void store_low(const QuantizeArgs& a, const float* parts, int chunks, int blocks, int eight) {
-  const int eights = (a.m + 7) / 8;
-  for (int i = threadIdx.x; i < chunks * 256; i += blockDim.x) {
-    const int part = i & 3, row = (i >> 2) & 7, pair = (i >> 5) & 7, chunk = i >> 8;
-    const int rank = pair * 2, lane = (rank & 7) * 4 + row / 2;
-    const float* p = parts + (chunk * blocks + part) * 128 + lane * 4 + (rank >> 3) * 2 + (row & 1);
-    float lo = 0.f, hi = 0.f;
-#pragma unroll 4
-    for (int b = part; b < blocks; b += 4, p += 512) lo += p[0], hi += p[16];  // 4 lanes on: the next rank
+// 8). A warp takes the lanes 4g + pair: its four threads of a g every fourth block in order, then each keeps
+// one sum of the four. `from`: its first chunk's first block; `chunk` and `step`: that chunk, and how many
+// there are to the next. Addresses stand before the barrier behind which all sums do.
+LOWBIT_DEVICE void store_low(const QuantizeArgs& a, const ShortShape& s, uint32_t from, int eight, int row,
+                             int chunk, int step, int g, int t) {
+  const int eights = (unsigned)(a.m + 7) / 8;
+  const bool odd = t & 1, upper = t & 2;  // keeps the ranks g + 8; keeps the row 2t + 1
+  __half* to = static_cast<__half*>(a.low) + ((size_t)(chunk * eights + eight) * 2 + odd) * 64 + row * 8 + g;
+  hold(from), hold(to);
+  ptx::named_barrier(1, s.warps * 32);
+#pragma unroll 1
+  for (; chunk < s.chunks; chunk += step, from += step * s.blocks * (kPart * 4), to += step * eights * 128) {
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    uint32_t p = from;
+    int left = s.blocks >> 2;
+#pragma unroll 1
+    for (; left >= 4; left -= 4, p += 16 * kPart * 4) {
+      uint4 q[4];
 #pragma unroll
-    for (int to = 1; to < 4; to *= 2) {
-      lo += __shfl_xor_sync(~0u, lo, to);
-      hi += __shfl_xor_sync(~0u, hi, to);
+      for (int i = 0; i < 4; i++) q[i] = ptx::lds128(p + i * 4 * kPart * 4);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        c[0] += __uint_as_float(q[i].x), c[1] += __uint_as_float(q[i].y);
+        c[2] += __uint_as_float(q[i].z), c[3] += __uint_as_float(q[i].w);
+      }
     }
-    if (part || eight * kRows + row >= a.m) continue;
-    static_cast<uint32_t*>(a.low)[((chunk * eights + eight) * 2 + pair / 4) * 32 + row * 4 + pair % 4] =
-        pack2(lo, hi, false);
+#pragma unroll 1
+    for (; left; left--, p += 4 * kPart * 4) {
+      const uint4 q = ptx::lds128(p);
+      c[0] += __uint_as_float(q.x), c[1] += __uint_as_float(q.y);
+      c[2] += __uint_as_float(q.z), c[3] += __uint_as_float(q.w);
+    }
+    const float one = __shfl_xor_sync(~0u, odd ? c[0] : c[2], 1),
+                two = __shfl_xor_sync(~0u, odd ? c[1] : c[3], 1);
+    const float lo = (odd ? c[2] : c[0]) + one, hi = (odd ? c[3] : c[1]) + two;
+    const float sum = (upper ? hi : lo) + __shfl_xor_sync(~0u, upper ? lo : hi, 2);
+    if (eight * kRows + row < a.m) *to = __float2half_rn(sum);
   }
 }
 
-template <Before before, bool bf16, int kUnits>
+LOWBIT_DEVICE int first_of(const ShortShape& s,
+                           int rank) {  // no array of the arguments that a thread could index
+  return rank < 2   ? (rank < 1 ? s.first[0] : s.first[1])
+         : rank < 3 ? s.first[2]
+         : rank < 4 ? s.first[3]
+                    : s.first[4];
+}
+
+template <Before before, bool bf16, int kUnits, bool kCluster, bool kLow>
 __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
     quantize_short_rows(const QuantizeArgs a, const ShortShape s) {
   extern __shared__ uint4 raw_rows[];
   float* const memory = reinterpret_cast<float*>(raw_rows);
   const uint32_t at = ptx::shared(raw_rows), bars = at + s.barriers * 4;
   const uint32_t vectors = bars, downs = bars + 8, peers = bars + 16, sent = bars + 24;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int rank = s.split > 1 ? blockIdx.x % s.split : 0,
-            group = s.split > 1 ? blockIdx.x / s.split : blockIdx.x;
-  const int first = s.split > 1 ? s.blocks * rank / s.split : 0;
-  const int mine = s.split > 1 ? s.blocks * (rank + 1) / s.split - first : s.blocks,
-            with_x = min(mine, s.filled - first);
+  const int lane = threadIdx.x & 31;
+  int warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  int group = kCluster ? ptx::cluster() : blockIdx.x;
+  const int rank = kCluster ? ptx::cta_of_cluster() : 0;
+  const int first = kCluster ? first_of(s, rank) : 0,
+            mine = kCluster ? first_of(s, rank + 1) - first : s.blocks;
+  const int with_x = min(mine, s.filled - first);
   const int row = group * kRows + g, m = min(row, a.m - 1);
   const bool live = row < a.m;
   const int column = (first + warp) * kBlock + t * kUnit,
-            stride = s.warps * kBlock;  // of the first unit; to the next
+            stride = s.warps * kBlock;  // first unit; to the next
+  // Alone, a CTA has a warp for every `kUnits` blocks; of a cluster, some have one block less than others.
+  const auto mine_is = [&](int u) { return !kCluster || warp + u * s.warps < mine; };
+  const auto inside = [&](int u) { return mine_is(u) && column + u * stride < a.k; };
   const uint16_t* x =
       static_cast<const uint16_t*>(a.x) + (size_t)m * (before == kGate ? 2 * a.k : a.k) + column;
   uint16_t* residual = static_cast<uint16_t*>(a.residual) + (size_t)m * a.k + column;
   int8_t* codes = a.codes + (size_t)m * a.kp + (a.tile_order ? column - t * (kUnit - 4) : column);
+  uint32_t fragment = at + warp * 2048 + lane * 16,
+           part = at + (s.parts + (first + warp) * kPart) * 4 + lane * 16;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 4; i++) ptx::barrier_init(bars + 8 * i, 1);
     ptx::barrier_fence();
-    const uint32_t size = (min((first + mine) * kBlock, a.k) - first * kBlock) * 4;
-    ptx::expect(vectors, (before == kNorm ? size : 0) + (a.smooth ? 2 * size : 0));
-    if (before == kNorm) ptx::load_bulk(at + s.norm * 4, a.norm + first * kBlock, size, vectors);
     if (a.smooth) {
+      const uint32_t size = (min((first + mine) * kBlock, a.k) - first * kBlock) * 4;
+      ptx::expect(vectors, 2 * size);
       ptx::load_bulk(at + s.smooth * 4, a.smooth + first * kBlock, size, vectors);
       ptx::load_bulk(at + (s.smooth + s.room * kBlock) * 4, a.smooth + a.k + first * kBlock, size, vectors);
     }
-    if (s.chunks) {
+    if (kLow) {
       ptx::expect(downs, s.chunks * with_x * 2048);
+#pragma unroll 1
       for (int c = 0; c < s.chunks; c++)
         ptx::load_bulk(at + c * s.room * 2048,
                        static_cast<const uint4*>(a.down) + ((size_t)c * s.filled + first) * 128,
                        with_x * 2048, downs);
     }
-    if (s.split > 1) {
+    if (kCluster) {
       ptx::expect(peers, (s.split - 1) * kRows * 4);
       if (rank == 0)
         ptx::expect(sent, (s.blocks - mine) * (s.chunks * 512 + (before == kNorm ? kRows * 4 : 0)));
     }
   }
-  if (threadIdx.x < kMostSplit * kRows && threadIdx.x < s.split * kRows)
+  if (threadIdx.x < (kCluster ? s.split * kRows : kRows))
     reinterpret_cast<uint32_t*>(memory)[s.maxima + threadIdx.x] = 0;
+  uint4 weights[kUnits][4];  // of the norm: weights, so they are on their way before the wait
+  if (before == kNorm) {
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) {
+      const float* from = a.norm + (inside(u) ? column + u * stride : 0);
+#pragma unroll
+      for (int i = 0; i < 4; i++) weights[u][i] = ptx::stream128(from + 4 * i);
+    }
+  }
   __syncthreads();
-  if (s.split > 1) ptx::cluster_arrive(), ptx::cluster_wait();  // the barriers of every CTA are made
+  if (kCluster) ptx::cluster_arrive(), ptx::cluster_wait();  // the barriers of every CTA are made
+  hold(x), hold(codes), hold(fragment), hold(part), hold(warp), hold(group), hold(g), hold(t);
+  if (before == kNorm) hold(residual);
   ptx::previous_grid();
   ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
 
@@ -111,19 +168,20 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
     in[u].q[0] = in[u].q[1] = other[u].q[0] = other[u].q[1] = make_uint4(0, 0, 0, 0);
-    if (warp + u * s.warps >= mine || column + u * stride >= a.k) continue;
+    if (!inside(u)) continue;
     fetch(in[u], x, u * stride);
     if (before == kGate) fetch(other[u], x + a.k, u * stride);
     if (before == kNorm && a.residual) fetch(other[u], residual, u * stride);
   }
-  if (before == kNorm || a.smooth) ptx::wait(vectors, 0);
+  if (a.smooth) ptx::wait(vectors, 0);
   float v[kUnits][kUnit];
   uint32_t most = 0;
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
     if (before == kNorm && a.residual) {
       add(in[u], other[u], bf16);
-      if (live && warp + u * s.warps < mine && column + u * stride < a.k) put(residual, u * stride, in[u]);
+      __syncwarp();  // the rows that repeat the last one have read it
+      if (live && inside(u)) put(residual, u * stride, in[u]);
     }
     to_floats(v[u], in[u], bf16);
     if (before == kGate) {
@@ -131,9 +189,6 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
       to_floats(up, other[u], bf16);
       gate(v[u], up);
     }
-    const bool inside = warp + u * s.warps < mine && column + u * stride < a.k;
-    const int here = inside ? (warp + u * s.warps) * kBlock + t * kUnit
-                            : 0;  // beyond the row, zeros times anything finite
     if (before == kNorm) {
       float q[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -141,20 +196,32 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
       q[0] = (q[0] + q[1]) + (q[2] + q[3]);
       q[0] += __shfl_xor_sync(~0u, q[0], 1);
       q[0] += __shfl_xor_sync(~0u, q[0], 2);
-      if (t == 0 && warp + u * s.warps < mine)
-        memory[s.sums + (first + warp + u * s.warps) * kRows + g] = q[0];
-      multiply(v[u], memory + s.norm + here);
+      if (t == 0 && mine_is(u)) memory[s.sums + (first + warp + u * s.warps) * kRows + g] = q[0];
+#pragma unroll
+      for (int i = 0; i < kUnit; i++)
+        v[u][i] *= __uint_as_float(reinterpret_cast<const uint32_t*>(weights[u])[i]);
     }
-    if (a.smooth) divide(v[u], memory + s.smooth + here, memory + s.smooth + s.room * kBlock + here);
+    if (a.smooth) {  // beyond the row, zeros divided by anything finite
+      const int here = inside(u) ? (warp + u * s.warps) * kBlock + t * kUnit : 0;
+      divide(v[u], memory + s.smooth + here, memory + s.smooth + s.room * kBlock + here);
+    }
     if (a.hadamard) hadamard(v[u], lane);
-    most = max(most, largest(v[u], a.hadamard));
+    most = max(most, largest(v[u]));
   }
   most = max(most, __shfl_xor_sync(~0u, most, 1));
   most = max(most, __shfl_xor_sync(~0u, most, 2));
   uint32_t* maxima = reinterpret_cast<uint32_t*>(memory) + s.maxima;
   if (t == 0) atomicMax(maxima + rank * kRows + g, most);
+  uint4 down[4];  // of the first unit's first chunk, fetched while the row's maximum is on its way
+  if (kLow) {
+    ptx::wait(downs, 0);
+    if (kUnits == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) down[i] = ptx::lds128(fragment + i * 512);
+    }
+  }
   __syncthreads();
-  if (s.split > 1) {
+  if (kCluster) {
     if (threadIdx.x < 2 * s.split && threadIdx.x / 2 != rank) {
       const uint4 q = ptx::lds128(at + (s.maxima + rank * kRows + threadIdx.x % 2 * 4) * 4);
       ptx::send(ptx::in_cta(at + (s.maxima + rank * kRows + threadIdx.x % 2 * 4) * 4, threadIdx.x / 2),
@@ -168,46 +235,74 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
     ptx::wait(peers, 0);
   }
   most = maxima[g];
-  for (int r = 1; r < s.split; r++) most = max(most, maxima[r * kRows + g]);
+  if (kCluster) {
+#pragma unroll 1
+    for (int r = 1; r < s.split; r++) most = max(most, maxima[r * kRows + g]);
+  }
   const float eighth = a.hadamard ? 0.125f : 1.f, amax = __uint_as_float(most) * eighth;
-  const bool usable = amax >= kTiny && most < 0x7F800000u;
-  const float factor = usable ? __fdiv_rn(127.f, amax) * eighth : 0.f;
-  if (s.chunks) ptx::wait(downs, 0);
-#pragma unroll
-  for (int u = 0; u < kUnits; u++) {
-    const int block = warp + u * s.warps;
-    if (block >= mine) continue;
-#pragma unroll
-    for (int i = 0; i < kUnit; i++) v[u][i] *= factor;
+  const bool common = amax >= kTiny && amax < kHuge;
+  float factor = quotient_of_127(amax) * eighth;
+  if (!__all_sync(~0u, common)) {
+    const bool usable = amax >= kTiny && most < 0x7F800000u;
+    if (!common) factor = usable ? __fdiv_rn(127.f, amax) * eighth : 0.f;
     if (!usable) {
 #pragma unroll
-      for (int i = 0; i < kUnit; i++) v[u][i] = 0.f;
-    }
-    uint32_t h[8];
+      for (int u = 0; u < kUnits; u++)
 #pragma unroll
-    for (int i = 0; i < 8; i++) h[i] = pack2(v[u][2 * i], v[u][2 * i + 1], false);
-    for (int chunk = 0; chunk < s.chunks; chunk++) {
-      float acc[4] = {0.f, 0.f, 0.f, 0.f};
-      if (block < with_x) {
-        const uint32_t from = at + (chunk * s.room + block) * 2048 + lane * 16;
-#pragma unroll
-        for (int i = 0; i < 4; i++) ptx::mma_f16(acc, ptx::lds128(from + i * 512), h[2 * i], h[2 * i + 1]);
-      }
-      const uint32_t to = at + (s.parts + (chunk * s.blocks + first + block) * 128 + lane * 4) * 4;
-      const uint32_t w[4] = {__float_as_uint(acc[0]), __float_as_uint(acc[1]), __float_as_uint(acc[2]),
-                             __float_as_uint(acc[3])};
-      if (rank == 0)
-        ptx::sts128(to, make_uint4(w[0], w[1], w[2], w[3]));
-      else
-        ptx::send(ptx::in_cta(to, 0), ptx::in_cta(sent, 0), w[0], w[1], w[2], w[3]);
+        for (int i = 0; i < kUnit; i++) v[u][i] = 0.f;
     }
-    if (live) store_unit(v[u], codes + u * stride, a.tile_order);
   }
-  if (rank) return;
-  if (s.split > 1) ptx::wait(sent, 0);
-  if (s.chunks) {
-    __syncthreads();
-    store_low(a, memory + s.parts, s.chunks, s.blocks, group);
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) {
+    if (!mine_is(u)) continue;
+#pragma unroll
+    for (int i = 0; i < kUnit; i++) v[u][i] *= factor;
+    if (kLow) {
+      const int block = warp + u * s.warps;
+      uint32_t h[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) h[i] = pack2(v[u][2 * i], v[u][2 * i + 1], false);
+      const auto sums = [&](float (&acc)[4], int chunk) {
+        if (block >= with_x) return;
+        const uint32_t from = fragment + (chunk * s.room + u * s.warps) * 2048;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const uint4 weight = kUnits == 1 && chunk == 0 ? down[i] : ptx::lds128(from + i * 512);
+          ptx::mma_f16(acc, weight, h[2 * i], h[2 * i + 1]);
+        }
+      };
+      const auto keep = [&](const float (&acc)[4], int chunk) {
+        const uint32_t to = part + (chunk * s.blocks + u * s.warps) * (kPart * 4);
+        const uint32_t w[4] = {__float_as_uint(acc[0]), __float_as_uint(acc[1]), __float_as_uint(acc[2]),
+                               __float_as_uint(acc[3])};
+        if (kCluster && rank)
+          ptx::send(ptx::in_cta(to, 0), ptx::in_cta(sent, 0), w[0], w[1], w[2], w[3]);
+        else
+          ptx::sts128(to, make_uint4(w[0], w[1], w[2], w[3]));
+      };
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+      sums(acc, 0);
+      store_unit(v[u], codes + u * stride, a.tile_order);  // while the products are made
+      keep(acc, 0);
+#pragma unroll 1
+      for (int chunk = 1; chunk < s.chunks; chunk++) {
+        float more[4] = {0.f, 0.f, 0.f, 0.f};
+        sums(more, chunk), keep(more, chunk);
+      }
+    } else {
+      store_unit(v[u], codes + u * stride, a.tile_order);
+    }
+  }
+  if (kCluster && rank) return;
+  if (kCluster) ptx::wait(sent, 0);
+  if (kLow) {  // nobody waits but those that add: four warps a chunk, as far as there are
+    const int quads = s.warps >> 2, chunk = warp >> 2, pair = warp & 3;
+    if (chunk < quads && chunk < s.chunks) {
+      const uint32_t from = at + s.parts * 4 + (chunk * s.blocks + t) * (kPart * 4) + (g * 4 + pair) * 16;
+      store_low(a, s, from, group, pair * 2 + (t >> 1), chunk, quads, g, t);
+    } else {
+      ptx::named_arrive(1, s.warps * 32);
+    }
   }
   if (warp == s.warps - 1) {  // the scale: the factor of the norm is in no code
     float norm = 1.f;
@@ -222,9 +317,10 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   }
 }
 
-template <Before before, bool bf16, int kUnits>
+template <Before before, bool bf16, int kUnits, bool kCluster, bool kLow>
 static const char* launch(const QuantizeArgs& a, const ShortShape& s, const Device& device, Stream stream) {
-  const void* kernel = reinterpret_cast<const void*>(quantize_short_rows<before, bf16, kUnits>);
+  const void* kernel =
+      reinterpret_cast<const void*>(quantize_short_rows<before, bf16, kUnits, kCluster, kLow>);
   static bool allowed[kMostDevices];
   if (const char* wrong = allow_shared(kernel, device.shared, device, allowed)) return wrong;
   QuantizeArgs copy = a;
@@ -233,10 +329,16 @@ static const char* launch(const QuantizeArgs& a, const ShortShape& s, const Devi
   return start(kernel, (a.m + kRows - 1) / kRows * s.split, s.warps * 32, s.bytes, s.split, device, stream,
                args);
 }
+template <Before before, bool bf16, bool kLow>
+static const char* launch(const QuantizeArgs& a, const ShortShape& s, const Device& d, Stream stream) {
+  return s.split > 1         ? launch<before, bf16, 1, true, kLow>(a, s, d, stream)
+         : s.room <= s.warps ? launch<before, bf16, 1, false, kLow>(a, s, d, stream)
+                             : launch<before, bf16, 2, false, kLow>(a, s, d, stream);
+}
 template <Before before, bool bf16>
 static const char* launch(const QuantizeArgs& a, const ShortShape& s, const Device& d, Stream stream) {
-  return s.room <= s.warps ? launch<before, bf16, 1>(a, s, d, stream)
-                           : launch<before, bf16, 2>(a, s, d, stream);
+  return s.chunks ? launch<before, bf16, true>(a, s, d, stream)
+                  : launch<before, bf16, false>(a, s, d, stream);
 }
 template <Before before>
 static const char* launch(const QuantizeArgs& a, const ShortShape& s, const Device& d, Stream stream) {
@@ -253,9 +355,9 @@ bool launch_quantize_short(const QuantizeArgs& a, const Device& d, Stream stream
   const auto place = [&](int split) {
     s.split = split, s.room = (s.blocks + split - 1) / split;
     s.warps = s.room <= 32 ? s.room : (s.room + 1) / 2;
+    for (int r = 0; r <= split; r++) s.first[r] = s.blocks * r / split;
     s.parts = s.chunks * s.room * 512;
-    s.norm = s.parts + s.chunks * s.blocks * 128;
-    s.smooth = s.norm + (a.norm ? s.room * kBlock : 0);
+    s.smooth = s.parts + s.chunks * s.blocks * kPart;
     s.sums = s.smooth + (a.smooth ? 2 * s.room * kBlock : 0);
     s.maxima = s.sums + (a.norm ? s.blocks * kRows : 0);
     s.barriers = s.maxima + split * kRows, s.bytes = s.barriers * 4 + 32;

@@ -23,17 +23,22 @@ namespace lowbit::cuda {
 enum Before { kNothing, kNorm, kGate };
 
 constexpr int kMostSplit = 4;
-constexpr int kPart =
-    132;  // floats of a block's sums: four a lane, and four so that neighbours lie in other banks
+// The sums of a block, four floats a lane: in a CTA that is alone, over the block of down that they were made
+// from, else in the first CTA of the cluster. Either way neighbours lie 16 bytes further in their banks.
+constexpr int kPart = 132;
+__host__ __device__ constexpr int part_step(bool cluster) { return cluster ? kPart : 512; }
+LOWBIT_DEVICE int part_of(bool cluster, int block) {
+  return cluster ? block * kPart : block * 512 + (block & 3) * 4;
+}
 
 struct ShortShape {
   int warps, split;            // of a CTA; of a cluster
   int chunks, blocks, filled;  // of 64 columns: of a row of codes, of x
   int room;                    // blocks of a CTA, at most
   int first[kMostSplit + 1];   // block of each CTA of a cluster, and `blocks`
-  // Shared memory, in floats: down [chunk][room] 512 | parts [chunk][block] kPart | smooth, 1 / smooth | sums
-  // of squares [block][8 rows] | maxima [split][8 rows] | four mbarriers. The same places in every CTA of a
-  // cluster.
+  // Shared memory, in floats: down [chunk][room] 512 | of a cluster, parts [chunk][block] kPart | smooth, 1 /
+  // smooth | sums of squares [block][8 rows] | maxima [split][8 rows] | four mbarriers. The same places in
+  // every CTA of a cluster.
   int parts, smooth, sums, maxima, barriers, bytes;
 };
 
@@ -50,23 +55,25 @@ LOWBIT_DEVICE void hold(int& v) { asm volatile("" : "+r"(v)); }
 // 8). A warp takes the lanes 4g + pair: its four threads of a g every fourth block in order, then each keeps
 // one sum of the four. `from`: its first chunk's first block; `chunk` and `step`: that chunk, and how many
 // there are to the next. Addresses stand before the barrier behind which all sums do.
+template <bool kCluster>
 LOWBIT_DEVICE void store_low(const QuantizeArgs& a, const ShortShape& s, uint32_t from, int eight, int row,
                              int chunk, int step, int g, int t) {
+  constexpr int kStep = part_step(kCluster);
   const int eights = (unsigned)(a.m + 7) / 8;
   const bool odd = t & 1, upper = t & 2;  // keeps the ranks g + 8; keeps the row 2t + 1
   __half* to = static_cast<__half*>(a.low) + ((size_t)(chunk * eights + eight) * 2 + odd) * 64 + row * 8 + g;
   hold(from), hold(to);
   ptx::named_barrier(1, s.warps * 32);
 #pragma unroll 1
-  for (; chunk < s.chunks; chunk += step, from += step * s.blocks * (kPart * 4), to += step * eights * 128) {
+  for (; chunk < s.chunks; chunk += step, from += step * s.blocks * (kStep * 4), to += step * eights * 128) {
     float c[4] = {0.f, 0.f, 0.f, 0.f};
     uint32_t p = from;
     int left = s.blocks >> 2;
 #pragma unroll 1
-    for (; left >= 4; left -= 4, p += 16 * kPart * 4) {
+    for (; left >= 4; left -= 4, p += 16 * kStep * 4) {
       uint4 q[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[i] = ptx::lds128(p + i * 4 * kPart * 4);
+      for (int i = 0; i < 4; i++) q[i] = ptx::lds128(p + i * 4 * kStep * 4);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         c[0] += __uint_as_float(q[i].x), c[1] += __uint_as_float(q[i].y);
@@ -74,7 +81,7 @@ LOWBIT_DEVICE void store_low(const QuantizeArgs& a, const ShortShape& s, uint32_
       }
     }
 #pragma unroll 1
-    for (; left; left--, p += 4 * kPart * 4) {
+    for (; left; left--, p += 4 * kStep * 4) {
       const uint4 q = ptx::lds128(p);
       c[0] += __uint_as_float(q.x), c[1] += __uint_as_float(q.y);
       c[2] += __uint_as_float(q.z), c[3] += __uint_as_float(q.w);
@@ -120,8 +127,10 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
       static_cast<const uint16_t*>(a.x) + (size_t)m * (before == kGate ? 2 * a.k : a.k) + column;
   uint16_t* residual = static_cast<uint16_t*>(a.residual) + (size_t)m * a.k + column;
   int8_t* codes = a.codes + (size_t)m * a.kp + (a.tile_order ? column - t * (kUnit - 4) : column);
-  uint32_t fragment = at + warp * 2048 + lane * 16,
-           part = at + (s.parts + (first + warp) * kPart) * 4 + lane * 16;
+  uint32_t fragment = at + warp * 2048 + lane * 16, part[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; u++)
+    part[u] = at + (s.parts + part_of(kCluster, first + warp + u * s.warps)) * 4 + lane * 16;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 4; i++) ptx::barrier_init(bars + 8 * i, 1);
@@ -159,7 +168,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   }
   __syncthreads();
   if (kCluster) ptx::cluster_arrive(), ptx::cluster_wait();  // the barriers of every CTA are made
-  hold(x), hold(codes), hold(fragment), hold(part), hold(warp), hold(group), hold(g), hold(t);
+  hold(x), hold(codes), hold(fragment), hold(part[0]), hold(warp), hold(group), hold(g), hold(t);
   if (before == kNorm) hold(residual);
   ptx::previous_grid();
   ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
@@ -272,7 +281,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
         }
       };
       const auto keep = [&](const float (&acc)[4], int chunk) {
-        const uint32_t to = part + (chunk * s.blocks + u * s.warps) * (kPart * 4);
+        const uint32_t to = part[u] + chunk * s.blocks * (part_step(kCluster) * 4);
         const uint32_t w[4] = {__float_as_uint(acc[0]), __float_as_uint(acc[1]), __float_as_uint(acc[2]),
                                __float_as_uint(acc[3])};
         if (kCluster && rank)
@@ -298,8 +307,9 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   if (kLow) {  // nobody waits but those that add: four warps a chunk, as far as there are
     const int quads = s.warps >> 2, chunk = warp >> 2, pair = warp & 3;
     if (chunk < quads && chunk < s.chunks) {
-      const uint32_t from = at + s.parts * 4 + (chunk * s.blocks + t) * (kPart * 4) + (g * 4 + pair) * 16;
-      store_low(a, s, from, group, pair * 2 + (t >> 1), chunk, quads, g, t);
+      const uint32_t from = at + s.parts * 4 + chunk * s.blocks * (part_step(kCluster) * 4) +
+                            part_of(kCluster, t) * 4 + (g * 4 + pair) * 16;
+      store_low<kCluster>(a, s, from, group, pair * 2 + (t >> 1), chunk, quads, g, t);
     } else {
       ptx::named_arrive(1, s.warps * 32);
     }
@@ -356,8 +366,8 @@ bool launch_quantize_short(const QuantizeArgs& a, const Device& d, Stream stream
     s.split = split, s.room = (s.blocks + split - 1) / split;
     s.warps = s.room <= 32 ? s.room : (s.room + 1) / 2;
     for (int r = 0; r <= split; r++) s.first[r] = s.blocks * r / split;
-    s.parts = s.chunks * s.room * 512;
-    s.smooth = s.parts + s.chunks * s.blocks * kPart;
+    s.parts = split > 1 ? s.chunks * s.room * 512 : 0;
+    s.smooth = s.chunks * (split > 1 ? s.room * 512 + s.blocks * kPart : s.blocks * 512);
     s.sums = s.smooth + (a.smooth ? 2 * s.room * kBlock : 0);
     s.maxima = s.sums + (a.norm ? s.blocks * kRows : 0);
     s.barriers = s.maxima + split * kRows, s.bytes = s.barriers * 4 + 32;

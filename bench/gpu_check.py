@@ -723,7 +723,9 @@ def speed() -> None:
         (685, 1024),
         (1890, 1024),
         (685, 2048),
+        (172, 3072),
         (685, 3072),
+        (1890, 3072),
         (1, 4096),
         (16, 4096),
         (685, 4096),
@@ -742,6 +744,7 @@ def speed() -> None:
             out[f"plain_r{rank}"] = (
                 replayed([lambda down=down: ops_cuda.quantize(g, hadamard=True, down=down)] * 28) / 28
             )
+            out[f"bare_r{rank}"] = replayed([lambda down=down: ops_cuda.quantize(g, down=down)] * 28) / 28
             out[f"add_norm_r{rank}"] = (
                 replayed(
                     [lambda down=down: ops_cuda.quantize(g, residual=res, norm=w, eps=1e-6, hadamard=True, down=down)]

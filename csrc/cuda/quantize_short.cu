@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   }
   if (kCluster && rank) return;
   if (kCluster) ptx::wait(sent, 0);
-  if (kLow) {  // nobody waits but those that add: four warps a chunk, as far as there are
-    const int quads = s.warps >> 2, chunk = warp >> 2, pair = warp & 3;
+  if (kLow) {  // nobody waits but those that add: the last four warps for the first chunk, and so on
+    const int last = s.warps - 1 - warp, quads = s.warps >> 2, chunk = last >> 2, pair = last & 3;
     if (chunk < quads && chunk < s.chunks) {
       const uint32_t from = at + s.parts * 4 + chunk * s.blocks * (part_step(kCluster) * 4) +
                             part_of(kCluster, t) * 4 + (g * 4 + pair) * 16;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
       ptx::named_arrive(1, s.warps * 32);
     }
   }
-  if (warp == s.warps - 1) {  // the scale: the factor of the norm is in no code
+  if (warp == 0) {  // the scale: the factor of the norm is in no code
     float norm = 1.f;
     if (before == kNorm) {
       float q = 0.f;

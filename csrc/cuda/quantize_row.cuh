@@ -148,9 +148,8 @@ LOWBIT_DEVICE float quotient_of_127(float amax) {
   return fmaf(r, fmaf(-amax, q, 127.f), q);
 }
 
-// v is scaled to -127 .. 127; `to`: the unit's 16 bytes in plain order, its first 4 in the order of tiles.
-LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_order) {
-  uint32_t w[4];
+// v, scaled to -127 .. 127 -> 16 bytes.
+LOWBIT_DEVICE void codes_of(const float (&v)[kUnit], uint32_t (&w)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     uint32_t q[4];
@@ -158,12 +157,34 @@ LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_ord
     for (int j = 0; j < 4; j++) q[j] = __float_as_uint(v[4 * i + j] + kRound);
     w[i] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
   }
+}
+// `to`: the unit's 16 bytes in plain order, its first 4 in the order of tiles.
+LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_order) {
+  uint32_t w[4];
+  codes_of(v, w);
   if (!tile_order) {
     *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
     return;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t*>(to)[4 * i] = w[i];  // slots (s, r) = (i / 2, i % 2)
+}
+
+// The same with one store of 16 bytes in either order (`to` is the plain one's): the four lanes of a row
+// change words through shared memory, rows of 80 B so that no two lanes meet in a bank. `row`: where the
+// lane's row begins there.
+constexpr int kCodeRow = 80;
+LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_order, uint32_t row, int t) {
+  uint32_t w[4];
+  codes_of(v, w);
+  uint4 q = make_uint4(w[0], w[1], w[2], w[3]);
+  if (tile_order) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) ptx::sts32(row + 4 * t + 16 * i, w[i]);
+    __syncwarp();
+    q = ptx::lds128(row + 16 * t);
+  }
+  *reinterpret_cast<uint4*>(to) = q;
 }
 
 // Codes of 4 bits, a scale per 64 columns (four lanes): sa = clip * amax / 7, q = clamp(rint(v / sa), -8, 7).

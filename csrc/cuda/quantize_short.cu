@@ -36,10 +36,11 @@ struct ShortShape {
   int chunks, blocks, filled;  // of 64 columns: of a row of codes, of x
   int room;                    // blocks of a CTA, at most
   int first[kMostSplit + 1];   // block of each CTA of a cluster, and `blocks`
-  // Shared memory, in floats: down [chunk][room] 512 | of a cluster, parts [chunk][block] kPart | smooth, 1 /
-  // smooth | sums of squares [block][8 rows] | maxima [split][8 rows] | four mbarriers. The same places in
-  // every CTA of a cluster.
-  int parts, smooth, sums, maxima, barriers, bytes;
+  // Shared memory, in floats: down [chunk][room] 512 | of a cluster, parts [chunk][block] kPart | of a
+  // cluster or without low rank, codes that change lanes [block of the CTA][8 rows] kCodeRow bytes | smooth,
+  // 1 / smooth | sums of squares [block][8 rows] | maxima [split][8 rows] | four mbarriers. The same places
+  // in every CTA of a cluster.
+  int parts, swap, smooth, sums, maxima, barriers, bytes;
 };
 
 // Makes the compiler have a value here, not where it is used: what can be known before the wait is.
@@ -126,11 +127,14 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   const uint16_t* x =
       static_cast<const uint16_t*>(a.x) + (size_t)m * (before == kGate ? 2 * a.k : a.k) + column;
   uint16_t* residual = static_cast<uint16_t*>(a.residual) + (size_t)m * a.k + column;
-  int8_t* codes = a.codes + (size_t)m * a.kp + (a.tile_order ? column - t * (kUnit - 4) : column);
+  int8_t* codes = a.codes + (size_t)m * a.kp + column;
   uint32_t fragment = at + warp * 2048 + lane * 16, part[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; u++)
     part[u] = at + (s.parts + part_of(kCluster, first + warp + u * s.warps)) * 4 + lane * 16;
+  // Where the codes of the row change lanes: behind the sums of the block, or on their own.
+  constexpr int kSwap = kLow && !kCluster ? 2048 : kRows * kCodeRow;
+  uint32_t swap = at + (kLow && !kCluster ? 1024 : s.swap * 4) + warp * kSwap + g * kCodeRow;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 4; i++) ptx::barrier_init(bars + 8 * i, 1);
@@ -168,7 +172,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   }
   __syncthreads();
   if (kCluster) ptx::cluster_arrive(), ptx::cluster_wait();  // the barriers of every CTA are made
-  hold(x), hold(codes), hold(fragment), hold(part[0]), hold(warp), hold(group), hold(g), hold(t);
+  hold(x), hold(codes), hold(fragment), hold(part[0]), hold(swap), hold(warp), hold(group), hold(g), hold(t);
   if (before == kNorm) hold(residual);
   ptx::previous_grid();
   ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
@@ -291,7 +295,8 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
       };
       float acc[4] = {0.f, 0.f, 0.f, 0.f};
       sums(acc, 0);
-      store_unit(v[u], codes + u * stride, a.tile_order);  // while the products are made
+      store_unit(v[u], codes + u * stride, a.tile_order, swap + u * s.warps * kSwap,
+                 t);  // while the products are made
       keep(acc, 0);
 #pragma unroll 1
       for (int chunk = 1; chunk < s.chunks; chunk++) {
@@ -299,7 +304,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
         sums(more, chunk), keep(more, chunk);
       }
     } else {
-      store_unit(v[u], codes + u * stride, a.tile_order);
+      store_unit(v[u], codes + u * stride, a.tile_order, swap + u * s.warps * kSwap, t);
     }
   }
   if (kCluster && rank) return;
@@ -367,7 +372,8 @@ bool launch_quantize_short(const QuantizeArgs& a, const Device& d, Stream stream
     s.warps = s.room <= 32 ? s.room : (s.room + 1) / 2;
     for (int r = 0; r <= split; r++) s.first[r] = s.blocks * r / split;
     s.parts = split > 1 ? s.chunks * s.room * 512 : 0;
-    s.smooth = s.chunks * (split > 1 ? s.room * 512 + s.blocks * kPart : s.blocks * 512);
+    s.swap = s.chunks * (split > 1 ? s.room * 512 + s.blocks * kPart : s.blocks * 512);
+    s.smooth = s.swap + (split > 1 || !s.chunks ? s.room * kRows * kCodeRow / 4 : 0);
     s.sums = s.smooth + (a.smooth ? 2 * s.room * kBlock : 0);
     s.maxima = s.sums + (a.norm ? s.blocks * kRows : 0);
     s.barriers = s.maxima + split * kRows, s.bytes = s.barriers * 4 + 32;

@@ -129,12 +129,20 @@ LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit], bool mixed) {
   return most;
 }
 
-// The same for any v, in one instruction a value: a NaN becomes the largest of all.
+LOWBIT_DEVICE float larger(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+// The same for any v, in one instruction a value: a NaN becomes the largest of all. Four chains, not one
+// long.
 LOWBIT_DEVICE uint32_t largest(const float (&v)[kUnit]) {
-  float m = fabsf(v[0]);
+  float m[4];
 #pragma unroll
-  for (int i = 1; i < kUnit; i++) asm("max.NaN.f32 %0, %0, %1;" : "+f"(m) : "f"(fabsf(v[i])));
-  return __float_as_uint(m) & 0x7FFFFFFFu;
+  for (int i = 0; i < 4; i++) m[i] = fabsf(v[i]);
+#pragma unroll
+  for (int i = 4; i < kUnit; i++) m[i & 3] = larger(m[i & 3], fabsf(v[i]));
+  return __float_as_uint(larger(larger(m[0], m[1]), larger(m[2], m[3]))) & 0x7FFFFFFFu;
 }
 
 // 127 / amax, correctly rounded, for kTiny <= amax < kHuge: what a division is without its look at the

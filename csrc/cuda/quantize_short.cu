@@ -54,45 +54,36 @@ LOWBIT_DEVICE void hold(int& v) { asm volatile("" : "+r"(v)); }
 
 // low of eight rows from parts [chunk][block][lane] of four: c0, c1 (rank g, rows 2t, 2t+1), c2, c3 (rank g +
 // 8). A warp takes the lanes 4g + pair: its four threads of a g every fourth block in order, then each keeps
-// one sum of the four. `from`: its first chunk's first block; `chunk` and `step`: that chunk, and how many
-// there are to the next. Addresses stand before the barrier behind which all sums do.
+// one sum of the four. `p`, `to`: the thread's first block of a chunk of ranks, and where its sum goes if the
+// row is `live`.
 template <bool kCluster>
-LOWBIT_DEVICE void store_low(const QuantizeArgs& a, const ShortShape& s, uint32_t from, int eight, int row,
-                             int chunk, int step, int g, int t) {
-  constexpr int kStep = part_step(kCluster);
-  const int eights = (unsigned)(a.m + 7) / 8;
+LOWBIT_DEVICE void store_low(const ShortShape& s, uint32_t p, __half* to, bool live, int t) {
+  constexpr int kStep = part_step(kCluster) * 4;
   const bool odd = t & 1, upper = t & 2;  // keeps the ranks g + 8; keeps the row 2t + 1
-  __half* to = static_cast<__half*>(a.low) + ((size_t)(chunk * eights + eight) * 2 + odd) * 64 + row * 8 + g;
-  hold(from), hold(to);
-  ptx::named_barrier(1, s.warps * 32);
+  float c[4] = {0.f, 0.f, 0.f, 0.f};
+  int left = s.blocks >> 2;
 #pragma unroll 1
-  for (; chunk < s.chunks; chunk += step, from += step * s.blocks * (kStep * 4), to += step * eights * 128) {
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    uint32_t p = from;
-    int left = s.blocks >> 2;
-#pragma unroll 1
-    for (; left >= 4; left -= 4, p += 16 * kStep * 4) {
-      uint4 q[4];
+  for (; left >= 4; left -= 4, p += 16 * kStep) {
+    uint4 q[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) q[i] = ptx::lds128(p + i * 4 * kStep * 4);
+    for (int i = 0; i < 4; i++) q[i] = ptx::lds128(p + i * 4 * kStep);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        c[0] += __uint_as_float(q[i].x), c[1] += __uint_as_float(q[i].y);
-        c[2] += __uint_as_float(q[i].z), c[3] += __uint_as_float(q[i].w);
-      }
+    for (int i = 0; i < 4; i++) {
+      c[0] += __uint_as_float(q[i].x), c[1] += __uint_as_float(q[i].y);
+      c[2] += __uint_as_float(q[i].z), c[3] += __uint_as_float(q[i].w);
     }
-#pragma unroll 1
-    for (; left; left--, p += 4 * kStep * 4) {
-      const uint4 q = ptx::lds128(p);
-      c[0] += __uint_as_float(q.x), c[1] += __uint_as_float(q.y);
-      c[2] += __uint_as_float(q.z), c[3] += __uint_as_float(q.w);
-    }
-    const float one = __shfl_xor_sync(~0u, odd ? c[0] : c[2], 1),
-                two = __shfl_xor_sync(~0u, odd ? c[1] : c[3], 1);
-    const float lo = (odd ? c[2] : c[0]) + one, hi = (odd ? c[3] : c[1]) + two;
-    const float sum = (upper ? hi : lo) + __shfl_xor_sync(~0u, upper ? lo : hi, 2);
-    if (eight * kRows + row < a.m) *to = __float2half_rn(sum);
   }
+#pragma unroll 1
+  for (; left; left--, p += 4 * kStep) {
+    const uint4 q = ptx::lds128(p);
+    c[0] += __uint_as_float(q.x), c[1] += __uint_as_float(q.y);
+    c[2] += __uint_as_float(q.z), c[3] += __uint_as_float(q.w);
+  }
+  const float one = __shfl_xor_sync(~0u, odd ? c[0] : c[2], 1),
+              two = __shfl_xor_sync(~0u, odd ? c[1] : c[3], 1);
+  const float lo = (odd ? c[2] : c[0]) + one, hi = (odd ? c[3] : c[1]) + two;
+  const float sum = (upper ? hi : lo) + __shfl_xor_sync(~0u, upper ? lo : hi, 2);
+  if (live) *to = __float2half_rn(sum);
 }
 
 LOWBIT_DEVICE int first_of(const ShortShape& s,
@@ -135,6 +126,18 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   // Where the codes of the row change lanes: behind the sums of the block, or on their own.
   constexpr int kSwap = kLow && !kCluster ? 2048 : kRows * kCodeRow;
   uint32_t swap = at + (kLow && !kCluster ? 1024 : s.swap * 4) + warp * kSwap + g * kCodeRow;
+  // Who adds the sums of low: the last four warps for the first chunk of ranks, and so on, as far as there
+  // are.
+  const int quads = s.warps >> 2, chunk = (s.warps - 1 - warp) >> 2;
+  uint32_t adds = 0;
+  __half* low = nullptr;
+  const auto find_low = [&] {
+    const int pair = (s.warps - 1 - warp) & 3;
+    adds = at + s.parts * 4 + chunk * s.blocks * (part_step(kCluster) * 4) + part_of(kCluster, t) * 4 +
+           (g * 4 + pair) * 16;
+    low = static_cast<__half*>(a.low) + ((size_t)(chunk * ((a.m + 7) >> 3) + group) * 2 + (t & 1)) * 64 +
+          (pair * 2 + (t >> 1)) * 8 + g;
+  };
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 4; i++) ptx::barrier_init(bars + 8 * i, 1);
@@ -174,6 +177,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   if (kCluster) ptx::cluster_arrive(), ptx::cluster_wait();  // the barriers of every CTA are made
   hold(x), hold(codes), hold(fragment), hold(part[0]), hold(swap), hold(warp), hold(group), hold(g), hold(t);
   if (before == kNorm) hold(residual);
+  if (kLow && kUnits == 1) find_low(), hold(adds), hold(low);  // two units leave no registers
   ptx::previous_grid();
   ptx::let_next_grid_start();  // only now: what the next kernel reads early was complete before this one
 
@@ -309,12 +313,17 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   }
   if (kCluster && rank) return;
   if (kCluster) ptx::wait(sent, 0);
-  if (kLow) {  // nobody waits but those that add: the last four warps for the first chunk, and so on
-    const int last = s.warps - 1 - warp, quads = s.warps >> 2, chunk = last >> 2, pair = last & 3;
+  if (kLow) {  // nobody waits but those that add
     if (chunk < quads && chunk < s.chunks) {
-      const uint32_t from = at + s.parts * 4 + chunk * s.blocks * (part_step(kCluster) * 4) +
-                            part_of(kCluster, t) * 4 + (g * 4 + pair) * 16;
-      store_low<kCluster>(a, s, from, group, pair * 2 + (t >> 1), chunk, quads, g, t);
+      const int row = group * kRows + ((s.warps - 1 - warp) & 3) * 2 + (t >> 1);
+      if (kUnits == 2) find_low(), hold(adds), hold(low);
+      ptx::named_barrier(1, s.warps * 32);
+      store_low<kCluster>(s, adds, low, row < a.m, t);
+#pragma unroll 1
+      for (int c = chunk + quads; c < s.chunks; c += quads) {
+        adds += quads * s.blocks * (part_step(kCluster) * 4), low += quads * ((a.m + 7) >> 3) * 128;
+        store_low<kCluster>(s, adds, low, row < a.m, t);
+      }
     } else {
       ptx::named_arrive(1, s.warps * 32);
     }

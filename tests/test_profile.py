@@ -48,7 +48,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, at::native::templates::cuda::normal_and_transform>(long)",
         "triton_poi_fused_add_cat_mul_2",
         "void lowbit::cuda::quantize_rows<2, true>(lowbit::cuda::QuantizeArgs, lowbit::cuda::Shape)",
-        "void lowbit::cuda::quantize_short_rows<(lowbit::cuda::Before)1, false, 1>(lowbit::cuda::QuantizeArgs, lowbit::cuda::ShortShape)",
+        "void lowbit::cuda::quantize_short_rows<(lowbit::cuda::Before)1, false, 1, false, true>(lowbit::cuda::QuantizeArgs, lowbit::cuda::ShortShape)",
         "lowbit::cuda::norm_rope(lowbit::cuda::RopeArgs)",
         "void lowbit::cuda::dequantize<4>(lowbit::cuda::DequantizeArgs)",
     ),

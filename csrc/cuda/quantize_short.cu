@@ -229,13 +229,12 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
   most = max(most, __shfl_xor_sync(~0u, most, 2));
   uint32_t* maxima = reinterpret_cast<uint32_t*>(memory) + s.maxima;
   if (t == 0) atomicMax(maxima + rank * kRows + g, most);
-  uint4 down[4];  // of the first unit's first chunk, fetched while the row's maximum is on its way
-  if (kLow) {
+  uint4 down[4];  // of the first chunk, fetched while the row's maximum is on its way; two units have no room
+                  // for it
+  if (kLow && kUnits == 1) {
     ptx::wait(downs, 0);
-    if (kUnits == 1) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) down[i] = ptx::lds128(fragment + i * 512);
-    }
+    for (int i = 0; i < 4; i++) down[i] = ptx::lds128(fragment + i * 512);
   }
   __syncthreads();
   if (kCluster) {
@@ -256,6 +255,7 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
 #pragma unroll 1
     for (int r = 1; r < s.split; r++) most = max(most, maxima[r * kRows + g]);
   }
+  if (kLow && kUnits == 2) ptx::wait(downs, 0);
   const float eighth = a.hadamard ? 0.125f : 1.f, amax = __uint_as_float(most) * eighth;
   const bool common = amax >= kTiny && amax < kHuge;
   float factor = quotient_of_127(amax) * eighth;

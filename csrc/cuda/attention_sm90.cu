@@ -13,25 +13,36 @@
 // lengths. A query's sums run over its segment alone, in one order, so its bits do not depend on what else is
 // in the batch. The copy engine brings rows beyond a segment too: their scores become -inf, their v zeros,
 // since a NaN of a neighbour times a zero would be NaN.
+//
+// Where the next product's quantizer wants nothing but a scale a row, the CTAs of a query tile are a cluster,
+// which has whole rows, and write its codes instead of y (attention_rounded, round_rows.cuh).
 #include "launch.cuh"
-#include "tile.cuh"
+#include "round_rows.cuh"
 #include "wgmma.cuh"
 
 namespace lowbit::cuda {
 
-constexpr int kRows = 64, kHalf = kRows * 128,
+constexpr int kTileRows = 64, kHalf = kTileRows * 128,
               kTile = 2 * kHalf;  // halves: 64 columns, 128 B a row
 constexpr int kStages = 4, kItems = 2, kThreads = kItems * 128 + 128;
 constexpr int kKeysAt = kItems * kTile, kValuesAt = kKeysAt + kStages * kTile,
               kBarAt = kValuesAt + kStages * kTile;
-constexpr int kAttentionShared = kBarAt + 8 * (1 + 4 * kStages) + 1024;  // 1024 to align by hand
+constexpr int kMaximaAt = kBarAt + 8 * (2 + 4 * kStages), kMostCtas = 8;
+constexpr int kAttentionShared = kMaximaAt + 1024;  // 1024 to align by hand
+constexpr int kRoundedShared = kAttentionShared + kMostCtas * kItems * kTileRows * 4;
+static_assert(kMaximaAt % 16 == 0);
 
 namespace {
 
 struct Bars {
-  uint32_t q, k, v, k_left, v_left;  // one, then one a stage
+  uint32_t q, peers, k, v, k_left, v_left;  // one each, then one a stage
   __device__ explicit Bars(uint32_t at)
-      : q(at), k(at + 8), v(k + 8 * kStages), k_left(v + 8 * kStages), v_left(k_left + 8 * kStages) {}
+      : q(at),
+        peers(at + 8),
+        k(at + 16),
+        v(k + 8 * kStages),
+        k_left(v + 8 * kStages),
+        v_left(k_left + 8 * kStages) {}
 };
 
 struct Work {
@@ -41,13 +52,12 @@ struct Work {
 
 // The segment of the CTA's pair of items, `ratio` query heads a key head: lanes count the tiles of 32
 // segments at once. end 0: none is left.
-__device__ __forceinline__ Work find(const AttentionArgs& a, int ratio) {
+__device__ __forceinline__ Work find(const AttentionArgs& a, int ratio, int pair) {
   const int lane = threadIdx.x & 31;
-  int pair = blockIdx.x;
   for (int base = 0; base < a.segments; base += 32) {
     const int s = base + lane;
     const int begin = s < a.segments ? a.bounds[s] : 0, end = s < a.segments ? a.bounds[s + 1] : 0;
-    const int mine = ((end - begin + kRows - 1) / kRows * ratio + kItems - 1) / kItems;
+    const int mine = ((end - begin + kTileRows - 1) / kTileRows * ratio + kItems - 1) / kItems;
     int upto = mine;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -99,16 +109,19 @@ __device__ __forceinline__ bool softmax(float (&s)[32], float (&most)[2], float 
   return __any_sync(~0u, grown);
 }
 
-template <bool bf16>
+// `rounding`: of attention_rounded, what becomes of y.
+template <bool bf16, bool rounded>
 __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work, uint32_t smem,
-                                       const Bars& bar, int ratio) {
+                                       const Bars& bar, int ratio, int key_head, const QuantizeArgs* rounding,
+                                       const RoundPlaces& places) {
   const int wg = threadIdx.x >> 7, w4 = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
             t = lane & 3;
-  const int length = work.end - work.begin, blocks = (length + kRows - 1) / kRows;
+  const int length = work.end - work.begin, blocks = (length + kTileRows - 1) / kTileRows;
   const uint32_t own = smem + wg * kTile;  // q, and y at the end
   auto chunk_at = [&](int row, int chunk) {
     return own + (chunk >> 3) * kHalf + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
   };
+  const int item = work.first_item + wg, m0 = work.begin + item / ratio * kTileRows;
   ptx::wait(bar.q, 0);
   uint4 query[8];  // 16 rows of this warp, 16 columns each
 #pragma unroll
@@ -131,9 +144,9 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
     const int at = block % kStages;
     ptx::wait(bar.v + 8 * at, block / kStages & 1);
     const uint32_t v = smem + kValuesAt + at * kTile;
-    const int left = length - block * kRows;
-    if (left < kRows) {
-      for (int c = left * 8 + (threadIdx.x & 127); c < kRows * 8; c += 128)
+    const int left = length - block * kTileRows;
+    if (left < kTileRows) {
+      for (int c = left * 8 + (threadIdx.x & 127); c < kTileRows * 8; c += 128)
         ptx::sts128(v + c * 16, {}), ptx::sts128(v + kHalf + c * 16, {});
       ptx::proxy_fence();
       ptx::named_barrier(1 + wg, 128);
@@ -154,8 +167,8 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
     if (lane == 0) ptx::arrive(b + 8 * (block % kStages));
   };
   auto weigh = [&](int block) {  // s -> exponentials
-    const int left = length - block * kRows;
-    if (left < kRows) {
+    const int left = length - block * kTileRows;
+    if (left < kTileRows) {
 #pragma unroll
       for (int i = 0; i < 32; i++)
         if (i / 4 * 8 + 2 * t + (i & 1) >= left) s[i] = -INFINITY;
@@ -213,8 +226,20 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
                  pack2(out[4 * n + 2 * r] * by, out[4 * n + 2 * r + 1] * by, bf16));
   }
   __syncwarp();
-  const int item = work.first_item + wg, tile = item / ratio;
-  const int row0 = work.begin + tile * kRows + w4 * 16, head = blockIdx.y * ratio + item % ratio;
+  if constexpr (rounded) {
+    Raw<false> in[4];  // 16 rows of 128 columns: four units
+#pragma unroll
+    for (int u = 0; u < 4; u++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        in[u].q[j] = ptx::lds128(chunk_at(w4 * 16 + u / 2 * 8 + g, u % 2 * 8 + 2 * t + j));
+    ptx::cluster_wait();
+    round_rows<bf16, 4, 2, kTileRows, kItems>(
+        *rounding, places, in, (key_head * kItems + wg) * 2, [&](int u) { return 2 * w4 + u / 2; }, m0,
+        work.end, own + w4 * 2048);
+    return;
+  }
+  const int row0 = m0 + w4 * 16, head = key_head * ratio + item % ratio;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int row = 2 * i + (lane >> 4), chunk = lane & 15;
@@ -225,83 +250,142 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const Work& work,
   }
 }
 
-template <bool bf16>
-__global__ void __launch_bounds__(kThreads, 1)
-    attention_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-                   const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionArgs a) {
+// The first lane of warpgroup 2: q, and the tiles of k and v.
+__device__ __forceinline__ void produce(const CUtensorMap* map_q, const CUtensorMap* map_k,
+                                        const CUtensorMap* map_v, const Work& work, uint32_t smem,
+                                        const Bars& bar, int ratio, int key_head) {
+  ptx::expect(bar.q, kItems * kTile);
+  for (int i = 0; i < kItems;
+       i++) {  // rows beyond the batch come as zeros; those of a neighbour are not stored
+    const int item = work.first_item + i;
+    load_tile(smem + i * kTile, map_q, (key_head * ratio + item % ratio) * kHead,
+              work.begin + item / ratio * kTileRows, bar.q);
+  }
+  const int blocks = (work.end - work.begin + kTileRows - 1) / kTileRows;
+  for (int block = 0; block < blocks; block++) {
+    const int at = block % kStages, column = key_head * kHead, row = work.begin + block * kTileRows;
+    const int parity = block / kStages & 1 ^ 1;
+    ptx::wait(bar.k_left + 8 * at, parity);
+    ptx::expect(bar.k + 8 * at, kTile);
+    load_tile(smem + kKeysAt + at * kTile, map_k, column, row, bar.k + 8 * at);
+    ptx::wait(bar.v_left + 8 * at, parity);
+    ptx::expect(bar.v + 8 * at, kTile);
+    load_tile(smem + kValuesAt + at * kTile, map_v, column, row, bar.v + 8 * at);
+  }
+}
+
+// One CTA: the items of number `pair`, of the query heads that share `key_head`.
+template <bool bf16, bool rounded>
+__device__ __forceinline__ void run(const CUtensorMap* map_q, const CUtensorMap* map_k,
+                                    const CUtensorMap* map_v, const AttentionArgs& a, int pair, int key_head,
+                                    const QuantizeArgs* rounding) {
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (ptx::shared(raw) + 1023) & ~1023u;
   const Bars bar(smem + kBarAt);
-  const int ratio = a.heads / a.kv_heads;
+  const int ratio = rounded ? kItems : a.heads / a.kv_heads;
+  const RoundPlaces places = {reinterpret_cast<const uint32_t*>(raw + (smem - ptx::shared(raw)) + kMaximaAt),
+                              smem + kMaximaAt, bar.peers, key_head, a.kv_heads};
   if (threadIdx.x == kItems * 128) {
-    ptx::barrier_init(bar.q, 1);
+    ptx::barrier_init(bar.q, 1), ptx::barrier_init(bar.peers, 1);
     for (int i = 0; i < kStages; i++) {
       ptx::barrier_init(bar.k + 8 * i, 1), ptx::barrier_init(bar.v + 8 * i, 1);
       ptx::barrier_init(bar.k_left + 8 * i, kItems * 4), ptx::barrier_init(bar.v_left + 8 * i, kItems * 4);
     }
     ptx::barrier_fence();
-    ptx::prefetch(&map_q), ptx::prefetch(&map_k), ptx::prefetch(&map_v);
+    if constexpr (rounded) ptx::expect(bar.peers, a.kv_heads * kItems * kTileRows * 4);
+    ptx::prefetch(map_q), ptx::prefetch(map_k), ptx::prefetch(map_v);
   }
   __syncthreads();
+  if constexpr (rounded) ptx::cluster_arrive();  // waited for where another CTA is first touched
   ptx::previous_grid();
   ptx::let_next_grid_start();
-  const Work work = find(a, ratio);
-  if (!work.end) return;
+  const Work work = find(a, ratio, pair);
+  if (!work.end) {  // nor has the rest of the cluster any
+    if constexpr (rounded) ptx::cluster_wait();
+    return;
+  }
   if (threadIdx.x < kItems * 128) {
     ptx::more_registers<240>();
-    attend<bf16>(a, work, smem, bar, ratio);
+    attend<bf16, rounded>(a, work, smem, bar, ratio, key_head, rounding, places);
     return;
   }
   ptx::fewer_registers<24>();
-  if (threadIdx.x == kItems * 128) {
-    ptx::expect(bar.q, kItems * kTile);
-    for (int i = 0; i < kItems;
-         i++) {  // rows beyond the batch come as zeros; those of a neighbour are not stored
-      const int item = work.first_item + i;
-      load_tile(smem + i * kTile, &map_q, (blockIdx.y * ratio + item % ratio) * kHead,
-                work.begin + item / ratio * kRows, bar.q);
-    }
-    const int blocks = (work.end - work.begin + kRows - 1) / kRows;
-    for (int block = 0; block < blocks; block++) {
-      const int at = block % kStages, column = blockIdx.y * kHead, row = work.begin + block * kRows;
-      const int parity = block / kStages & 1 ^ 1;
-      ptx::wait(bar.k_left + 8 * at, parity);
-      ptx::expect(bar.k + 8 * at, kTile);
-      load_tile(smem + kKeysAt + at * kTile, &map_k, column, row, bar.k + 8 * at);
-      ptx::wait(bar.v_left + 8 * at, parity);
-      ptx::expect(bar.v + 8 * at, kTile);
-      load_tile(smem + kValuesAt + at * kTile, &map_v, column, row, bar.v + 8 * at);
-    }
+  if (threadIdx.x == kItems * 128) produce(map_q, map_k, map_v, work, smem, bar, ratio, key_head);
+  if constexpr (rounded) {
+    __syncwarp();
+    ptx::cluster_wait();
   }
 }
 
-}  // namespace
+template <bool bf16>
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_sm90(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                   const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionArgs a) {
+  run<bf16, false>(&map_q, &map_k, &map_v, a, blockIdx.x, blockIdx.y, nullptr);
+}
 
-bool launch_attention_sm90(const AttentionArgs& a, const Device& d, Stream stream, const char** wrong) {
-  if (d.capability != 90) return false;
+template <bool bf16>
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_rounded(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                      const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionArgs a,
+                      const __grid_constant__ QuantizeArgs rounding) {
+  run<bf16, true>(&map_q, &map_k, &map_v, a, blockIdx.y, blockIdx.x, &rounding);
+}
+
+// False where the copy engine cannot read the views.
+bool maps_of(CUtensorMap (&maps)[3], const AttentionArgs& a, const char** wrong) {
   const struct {
     const void* base;
     int64_t stride;
     int heads;
   } views[3] = {{a.q, a.q_stride, a.heads}, {a.k, a.k_stride, a.kv_heads}, {a.v, a.v_stride, a.kv_heads}};
-  CUtensorMap maps[3];
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 3 && !*wrong; i++) {
     if (reinterpret_cast<uintptr_t>(views[i].base) % 16 || views[i].stride % 8) return false;
-    if ((*wrong = tensor_map(&maps[i], views[i].base, 2, views[i].heads * kHead, a.m, 64, kRows,
-                             views[i].stride * 2)))
-      return true;
+    *wrong = tensor_map(&maps[i], views[i].base, 2, views[i].heads * kHead, a.m, 64, kTileRows,
+                        views[i].stride * 2);
   }
+  return true;
+}
+
+// `kernels`: fp16, bf16.
+const char* launch(const void* const (&kernels)[2], CUtensorMap (&maps)[3], const AttentionArgs& a,
+                   QuantizeArgs* rounding, const Device& d, Stream stream) {
+  static bool allowed[2][2][kMostDevices];
   const bool bf16 = a.dtype == Dtype::kBfloat16;
-  const void* kernel = bf16 ? reinterpret_cast<const void*>(attention_sm90<true>)
-                            : reinterpret_cast<const void*>(attention_sm90<false>);
-  static bool allowed[2][kMostDevices];
-  if ((*wrong = allow_shared(kernel, kAttentionShared, d, allowed[bf16]))) return true;
+  const int shared = rounding ? kRoundedShared : kAttentionShared;
+  if (const char* wrong = allow_shared(kernels[bf16], shared, d, allowed[rounding != nullptr][bf16]))
+    return wrong;
   AttentionArgs copy = a;
   copy.scale *= 1.4426950408889634f;  // powers of two inside
-  void* args[] = {&maps[0], &maps[1], &maps[2], &copy};
-  const int ratio = a.heads / a.kv_heads, tiles = a.m / kRows + a.segments;
-  *wrong = start(kernel, (tiles * ratio + (ratio % kItems ? a.segments : 0) + kItems - 1) / kItems, kThreads,
-                 kAttentionShared, 1, d, stream, args, a.kv_heads);
+  void* args[] = {&maps[0], &maps[1], &maps[2], &copy, rounding};
+  const int ratio = a.heads / a.kv_heads, tiles = a.m / kTileRows + a.segments;
+  const int pairs = (tiles * ratio + (ratio % kItems ? a.segments : 0) + kItems - 1) / kItems;
+  return rounding ? start(kernels[bf16], a.kv_heads, kThreads, shared, a.kv_heads, d, stream, args, pairs)
+                  : start(kernels[bf16], pairs, kThreads, shared, 1, d, stream, args, a.kv_heads);
+}
+
+}  // namespace
+
+bool launch_attention_sm90(const AttentionArgs& a, const Device& d, Stream stream, const char** wrong) {
+  static const void* const kernels[2] = {reinterpret_cast<const void*>(attention_sm90<false>),
+                                         reinterpret_cast<const void*>(attention_sm90<true>)};
+  CUtensorMap maps[3];
+  if (d.capability != 90 || !maps_of(maps, a, wrong)) return false;
+  if (!*wrong) *wrong = launch(kernels, maps, a, nullptr, d, stream);
+  return true;
+}
+
+bool launch_attention_quantize(const AttentionArgs& a, const QuantizeArgs& q, const Device& d, Stream stream,
+                               const char** wrong) {
+  static const void* const kernels[2] = {reinterpret_cast<const void*>(attention_rounded<false>),
+                                         reinterpret_cast<const void*>(attention_rounded<true>)};
+  if (d.capability != 90 || q.norm || q.residual || q.smooth || q.hadamard || q.rank || q.silu || q.four)
+    return false;
+  if (a.heads != kItems * a.kv_heads || a.kv_heads < 2 || a.kv_heads > kMostCtas) return false;
+  CUtensorMap maps[3];
+  if (!maps_of(maps, a, wrong)) return false;
+  QuantizeArgs rounding = q;
+  if (!*wrong) *wrong = launch(kernels, maps, a, &rounding, d, stream);
   return true;
 }
 

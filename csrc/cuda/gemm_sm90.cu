@@ -43,33 +43,41 @@ static double cycles(const Row& row, const LinearArgs& a, const Device& device) 
 }
 
 // Measured on an H200, 2026-11-30: shapes of the fused linears of a Qwen3 layer of 1024, up to `most` rows.
-// The model decides for every other shape. At 172 rows in whole layers: 1024x2048 alone is faster with row 1
-// (4.1 us, row 2 4.8), but between attention and its neighbours row 2 makes a layer 2 us shorter, whose CTAs
-// start beside theirs.
+// The model decides for every other shape. Up to 384 rows the 4-bit rows are those with which whole layers
+// are fastest (two-level scales; attention and quantizers between), not those of a product alone: 64 CTAs
+// that leave half of the multiprocessors to the launches beside them make a layer of 172 rows 1.3 us shorter
+// than 192 that end 0.3 us earlier alone; a layer of 256 rows takes 40.2 us with them and 47.3 with those of
+// before.
 struct Measured {
   int modes;  // a bit each
   int n, k, most, row;
+  int low = 3;  // 1: without low rank, 2: with one
 };
 constexpr int kW8Bit = 1 << kW8, kChannelBit = 1 << kW4Channel, kTwoBit = 1 << kW4TwoLevel,
               kGroupBit = 1 << kW4Group;
-constexpr int kDense = kW8Bit | kChannelBit | kTwoBit, kShort = kW8Bit | kChannelBit;
+constexpr int kDense = kW8Bit | kChannelBit | kTwoBit, kShort = kW8Bit | kChannelBit,
+              kFour = kChannelBit | kTwoBit;
 static const Measured kMeasured[] = {
-    {kDense, 4096, 1024, 192, 6},     {kDense, 4096, 1024, 256, 3},    {kDense, 4096, 1024, 704, 7},
-    {kDense, 4096, 1024, 768, 11},    {kDense, 4096, 1024, 2048, 10},  {kDense, 1024, 2048, 256, 2},
-    {kShort, 1024, 2048, 720, 3},     {kTwoBit, 1024, 2048, 720, 6},   {kDense, 1024, 2048, 2048, 9},
-    {kW8Bit, 6144, 1024, 256, 4},     {kDense, 6144, 1024, 192, 6},    {kDense, 6144, 1024, 256, 4},
-    {kDense, 6144, 1024, 704, 8},     {kDense, 6144, 1024, 768, 12},   {kDense, 6144, 1024, 2048, 10},
-    {kDense, 1024, 3072, 192, 1},     {kDense, 1024, 3072, 256, 2},    {kShort, 1024, 3072, 720, 3},
-    {kTwoBit, 1024, 3072, 720, 5},    {kDense, 1024, 3072, 2048, 9},   {kGroupBit, 4096, 1024, 256, 2},
-    {kGroupBit, 4096, 1024, 2048, 6}, {kGroupBit, 1024, 2048, 256, 1}, {kGroupBit, 1024, 2048, 900, 2},
-    {kGroupBit, 1024, 2048, 2048, 4}, {kGroupBit, 6144, 1024, 256, 2}, {kGroupBit, 6144, 1024, 2048, 6},
-    {kGroupBit, 1024, 3072, 256, 1},  {kGroupBit, 1024, 3072, 900, 2}, {kGroupBit, 1024, 3072, 2048, 4},
+    {kFour, 4096, 1024, 128, 15},    {kFour, 4096, 1024, 192, 6},      {kFour, 4096, 1024, 256, 15},
+    {kFour, 4096, 1024, 384, 6},     {kFour, 1024, 2048, 128, 1},      {kFour, 1024, 2048, 192, 13},
+    {kFour, 1024, 2048, 384, 14},    {kFour, 6144, 1024, 128, 15},     {kFour, 6144, 1024, 192, 4, 1},
+    {kFour, 6144, 1024, 256, 6},     {kFour, 6144, 1024, 384, 8},      {kFour, 1024, 3072, 128, 14},
+    {kFour, 1024, 3072, 384, 13},    {kDense, 4096, 1024, 192, 6},     {kDense, 4096, 1024, 256, 3},
+    {kDense, 4096, 1024, 704, 7},    {kDense, 4096, 1024, 768, 11},    {kDense, 4096, 1024, 2048, 10},
+    {kDense, 1024, 2048, 256, 2},    {kShort, 1024, 2048, 720, 3},     {kTwoBit, 1024, 2048, 720, 6},
+    {kDense, 1024, 2048, 2048, 9},   {kW8Bit, 6144, 1024, 256, 4},     {kDense, 6144, 1024, 704, 8},
+    {kDense, 6144, 1024, 768, 12},   {kDense, 6144, 1024, 2048, 10},   {kDense, 1024, 3072, 192, 1},
+    {kDense, 1024, 3072, 256, 2},    {kShort, 1024, 3072, 720, 3},     {kTwoBit, 1024, 3072, 720, 5},
+    {kDense, 1024, 3072, 2048, 9},   {kGroupBit, 4096, 1024, 256, 2},  {kGroupBit, 4096, 1024, 2048, 6},
+    {kGroupBit, 1024, 2048, 256, 1}, {kGroupBit, 1024, 2048, 900, 2},  {kGroupBit, 1024, 2048, 2048, 4},
+    {kGroupBit, 6144, 1024, 256, 2}, {kGroupBit, 6144, 1024, 2048, 6}, {kGroupBit, 1024, 3072, 256, 1},
+    {kGroupBit, 1024, 3072, 900, 2}, {kGroupBit, 1024, 3072, 2048, 4},
 };
 
 static int choose(const Rows& r, const LinearArgs& a, const Device& device) {
   if (a.m > 64)
     for (const Measured& m : kMeasured)
-      if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most &&
+      if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most && m.low & (a.rank ? 2 : 1) &&
           (!a.gated || r.rows[m.row].gated))
         return m.row;
   int best = -1;

@@ -178,20 +178,22 @@ LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_ord
   for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t*>(to)[4 * i] = w[i];  // slots (s, r) = (i / 2, i % 2)
 }
 
-// The same with one store of 16 bytes in either order (`to` is the plain one's): the four lanes of a row
-// change words through shared memory, rows of 80 B so that no two lanes meet in a bank. `row`: where the
-// lane's row begins there.
+// The four lanes of a row change words: what lane t stores at 16 t of the block in the order of tiles.
+// Through shared memory, rows of 80 B so that no two lanes meet in a bank; `row`: where the lane's row begins
+// there. All lanes of the warp take part.
 constexpr int kCodeRow = 80;
+LOWBIT_DEVICE uint4 in_tile_order(const uint32_t (&w)[4], uint32_t row, int t) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) ptx::sts32(row + 4 * t + 16 * i, w[i]);
+  __syncwarp();
+  return ptx::lds128(row + 16 * t);
+}
+// The same as store_unit with one store in either order; `to` is the plain one's.
 LOWBIT_DEVICE void store_unit(const float (&v)[kUnit], int8_t* to, bool tile_order, uint32_t row, int t) {
   uint32_t w[4];
   codes_of(v, w);
   uint4 q = make_uint4(w[0], w[1], w[2], w[3]);
-  if (tile_order) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) ptx::sts32(row + 4 * t + 16 * i, w[i]);
-    __syncwarp();
-    q = ptx::lds128(row + 16 * t);
-  }
+  if (tile_order) q = in_tile_order(w, row, t);
   *reinterpret_cast<uint4*>(to) = q;
 }
 

@@ -294,7 +294,8 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
       "linear(Tensor x, Tensor weight, int n, int group_size, int bits, int activation, Tensor? bias=None, "
       "Tensor? perm=None, Tensor? smooth=None, str isa=\"\", *, int hadamard=0, Tensor? down=None, Tensor? "
       "up=None) -> Tensor");
-  // Schemas of the second library (torch_ops_cuda.cpp), here so that every build of torch can trace them.
+  // Schemas of the second library (torch_ops_cuda.cpp, step_ops_cuda.cpp), here so that every build of torch
+  // can trace them.
   m.def(
       "cuda_quantize(Tensor x, Tensor(a!)? residual, Tensor? norm, float eps, Tensor? smooth, Tensor? down, "
       " int rank, bool hadamard, bool silu, bool tile_order) -> (Tensor, Tensor, Tensor)");
@@ -320,13 +321,8 @@ LOWBIT_LIBRARY(LOWBIT_OPS, m) {
       "Tensor valid, Tensor tokens, int mask_id) -> (Tensor, Tensor)");
   m.def("cuda_attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> Tensor");
   m.def(
-      "cuda_attention_quantize(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, Tensor? smooth, "
-      "Tensor? down, int rank, bool hadamard, bool tile_order) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "cuda_linear_quantize(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, "
-      "Tensor? bias, Tensor? up, int n, int mode, int out, Tensor(a!) residual, Tensor norm, float eps, "
-      "Tensor? smooth, Tensor? down, int rank, bool hadamard, bool tile_order, int row=-1) -> (Tensor, "
-      "Tensor, Tensor)");
+      "cuda_attention_quantize(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, bool tile_order) -> "
+      "(Tensor, Tensor)");
   m.def("cuda_reveal(Tensor(a!) tokens, Tensor pred, Tensor score, Tensor k) -> ()");
 }
 LOWBIT_LIBRARY_IMPL(LOWBIT_OPS, CompositeExplicitAutograd, m) {

@@ -1,5 +1,5 @@
-// Kernels that do nothing but say which of them was reached: with LOWBIT_CUDA_STUB, csrc/torch_ops_cuda.cpp
-// runs its checks on CPU tensors (tests/test_cases_cuda.py).
+// Kernels that do nothing but say which of them was reached: with LOWBIT_CUDA_STUB, csrc/*_ops_cuda.cpp
+// run their checks on CPU tensors (tests/test_cases_cuda.py).
 #include <string>
 
 #include "cuda/dequantize.h"
@@ -26,22 +26,15 @@ static const char* reach(const char* name) {
 }
 
 namespace lowbit::cuda {
-// Where the two joined launchers take a case, they look at what they were given as the kernels may.
-static bool join(const char* name, const QuantizeArgs& q, int m, int k, bool adds, const char** wrong) {
-  if (!joins) return false;
-  const bool right = !q.x && q.m == m && q.k == k && q.kp % 256 == 0 && q.codes && q.scales &&
-                     (!q.rank || (q.low && q.down)) && !!q.residual == adds && !!q.norm == adds && !q.silu &&
-                     !q.four;
-  *wrong = reach(right ? name : "arguments of another call");
-  return true;
-}
+// Where it takes a case, it looks at what it was given as the kernel may.
 bool launch_attention_quantize(const AttentionArgs& a, const QuantizeArgs& q, const Device&, Stream,
                                const char** wrong) {
-  return join(a.y ? "y" : "attention_quantize", q, a.m, a.heads * kHead, false, wrong);
-}
-bool launch_linear_quantize(const LinearArgs& a, const QuantizeArgs& q, int, const Device&, Stream,
-                            const char** wrong) {
-  return join(a.y || a.dtype != q.dtype ? "y" : "linear_quantize", q, a.m, a.n, true, wrong);
+  if (!joins) return false;
+  const bool right = !a.y && !q.x && q.m == a.m && q.k == a.heads * kHead && q.kp % 256 == 0 && q.codes &&
+                     q.scales && !q.residual && !q.norm && !q.smooth && !q.rank && !q.hadamard && !q.silu &&
+                     !q.four;
+  *wrong = reach(right ? "attention_quantize" : "arguments of another call");
+  return true;
 }
 const char* query_device(int index, Device* out) {
   *out = {index, 132, capability, 232448};

@@ -1,7 +1,7 @@
 """Bad input of the CUDA operators, and the named failure cases GPU-01 ... GPU-03, as far as they go without a GPU.
 
-csrc/torch_ops_cuda.cpp is compiled here with tests/cuda_stub.cpp in the place of the kernels, for CPU tensors: what it
-refuses, it refuses before a launch. The rest of the cases, on a GPU: tests/test_cases_gpu.py.
+csrc/*_ops_cuda.cpp are compiled here with tests/cuda_stub.cpp in the place of the kernels, for CPU tensors: what they
+refuse, they refuse before a launch. The rest of the cases, on a GPU: tests/test_cases_gpu.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lowbit.types import FormatError, LowRank, QuantizedWeight
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
-    "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal attention attention_quantize "
-    "linear_quantize"
+    "quantize linear quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal attention attention_quantize"
 ).split()
 SPACE = "lowbit_cuda_stub"
 
@@ -44,7 +43,7 @@ class Stub:
         self.native.stub_join.argtypes = [ctypes.c_bool]
 
     def chip(self, capability: int, error: bytes | None = None, joins: bool = True) -> None:
-        """A chip, what its kernels say, and whether the joined launchers take what they are given."""
+        """A chip, what its kernels say, and whether the joined launcher takes what it is given."""
         self.native.stub_set(capability, error)
         self.native.stub_join(joins)
 
@@ -70,7 +69,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Stub:
     command = [
         "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-w", f"-I{home / 'include'}", f"-I{ROOT / 'csrc'}",
         "-DLOWBIT_CUDA_STUB", f"-DLOWBIT_OPS={SPACE}", "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        str(ROOT / "csrc/torch_ops_cuda.cpp"), str(ROOT / "tests/cuda_stub.cpp"), "-o", str(target),
+        *map(str, sorted((ROOT / "csrc").glob("*_ops_cuda.cpp"))), str(ROOT / "tests/cuda_stub.cpp"), "-o", str(target),
         f"-L{home / 'lib'}", "-ltorch_cpu",
     ]  # fmt: skip
     subprocess.run(command, check=True)
@@ -137,19 +136,12 @@ GOOD: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 GOOD["quantize4"] = {key: value for key, value in GOOD["quantize"].items() if key != "tile_order"} | {"clip": 1.0}
-# The rows of attention, 512 columns; those of a product, N = 192, with a residual and a norm.
-_AFTER = dict(smooth=torch.ones(2, 512), down=half(1, 32, 32, 8), rank=16, hadamard=True, tile_order=True)
-GOOD["attention_quantize"] = GOOD["attention"] | _AFTER
-GOOD["linear_quantize"] = {key: value for key, value in GOOD["linear"].items() if key != "gated"} | _AFTER | dict(
-    weight=torch.zeros(3, 2, 4096, dtype=torch.uint8), channel=torch.ones(192), bias=torch.zeros(192),
-    up=half(1, 12, 32, 8), n=192, residual=half(5, 192), norm=torch.ones(192), eps=1e-6, smooth=torch.ones(2, 192),
-    down=half(1, 12, 32, 8),
-)  # fmt: skip
+GOOD["attention_quantize"] = GOOD["attention"] | {"tile_order": True}
 REACHED = {
     "quantize": "quantize", "quantize4": "quantize", "linear": "gemm_sm90", "linear4": "gemm_int4",
     "norm_rope": "norm_rope", "dequantize": "dequantize", "inverse_rms": "inverse_rms",
     "guided_score": "guided_score", "reveal": "reveal", "attention": "attention",
-    "attention_quantize": "attention_quantize", "linear_quantize": "linear_quantize",
+    "attention_quantize": "attention_quantize",
 }  # fmt: skip
 
 # (operator, what is changed, what the message says: the argument, and the value)
@@ -231,35 +223,8 @@ BAD: dict[str, Bad] = {
         "attention_quantize", {"bounds": torch.zeros(1, dtype=torch.int32)}, "bounds: found 1 elements"),
     "rows of 257 heads": (
         "attention_quantize", {key: half(5, 257, 128) for key in "qkv"}, "q: found K=32896, .*32768"),
-    "smooth of the heads too short": ("attention_quantize", {"smooth": torch.ones(1023)}, "smooth: found 1023 .*1024"),
-    "down of other heads": ("attention_quantize", {"down": half(1, 30, 32, 8)}, "down: found 7680 elements, .*8192"),
-    "codes of one dimension, then rounded": (
-        "linear_quantize", {"codes": torch.zeros(256, dtype=torch.int8)}, "codes: found 1 dim"),
-    "codes off the padding, then rounded": (
-        "linear_quantize", {"codes": torch.zeros(5, 128, dtype=torch.int8)}, "codes: found Kp=128, .*256"),
-    "scales of other rows, then rounded": ("linear_quantize", {"scales": torch.ones(6)}, "scales: found 6 .*5"),
-    "weight of another mode, then rounded": (
-        "linear_quantize", {"mode": mma_tiles.GROUPS}, "weight: found 24576 elements, .*26112"),
-    "bias unpadded, then rounded": ("linear_quantize", {"bias": torch.ones(72)}, "bias: found 72 elements, .*192"),
-    "no n, then rounded": ("linear_quantize", {"n": 0}, "n: found 0"),
-    "rows of 144 columns behind a Hadamard": ("linear_quantize", {"n": 144}, "n: found K=144, .*Hadamard.* 64"),
-    "rows of 136 columns": ("linear_quantize", {"n": 136, "hadamard": False}, "n: found K=136, .*16 up to 32768"),
-    "rows that the copy engine cannot address": ("linear_quantize", {"n": 130}, "n: found 130 with Half output, .*8"),
-    "residual of other rows, of a product": (
-        "linear_quantize", {"residual": half(4, 192)}, "residual: found 768 elements, .*960"),
-    "norm of the codes": ("linear_quantize", {"norm": torch.ones(128)}, "norm: found 128 elements, .*192"),
-    "smooth of one half": ("linear_quantize", {"smooth": torch.ones(192)}, "smooth: found 192 elements, .*384"),
-    "down of the codes": ("linear_quantize", {"down": half(1, 8, 32, 8)}, "down: found 2048 elements, .*3072"),
     # dtypes
     "rounded q of floats": ("attention_quantize", {"q": torch.zeros(5, 4, 128)}, "q: found Float"),
-    "rounded smooth of halves": ("attention_quantize", {"smooth": half(1024)}, "smooth: found Half, accepted is Float"),
-    "a product rounded from floats": (
-        "linear_quantize", {"out": 0}, r"out: found 0 \(Float\), accepted are 1 \(BFloat16\), 2 \(Half\)"),
-    "a product rounded from nothing": ("linear_quantize", {"out": 3}, "out: found 3"),
-    "a residual of another dtype than out": (
-        "linear_quantize", {"residual": half(5, 192).bfloat16()}, "residual: found BFloat16, accepted is Half"),
-    "a norm of halves": ("linear_quantize", {"norm": half(192)}, "norm: found Half, accepted is Float"),
-    "a down of floats": ("linear_quantize", {"down": torch.zeros(1, 12, 32, 8)}, "down: found Float, accepted is Half"),
     "x float64": ("quantize", {"x": torch.zeros(5, 128, dtype=torch.float64)}, "x: found Double, .*Half"),
     "x int32": ("quantize4", {"x": torch.zeros(5, 128, dtype=torch.int32)}, "x: found Int, .*Half"),
     "residual of another dtype": ("quantize", {"residual": torch.zeros(5, 128)}, "residual: found Float, .*Half"),
@@ -293,11 +258,7 @@ BAD: dict[str, Bad] = {
     "qkv of a wider row": ("norm_rope", {"qkv": half(5, 1024)[:, :512]}, r"qkv: found strides \[1024, 1\]"),
     "sines transposed": ("norm_rope", {"sines": torch.ones(64, 5).T}, r"sines: found strides \[1, 5\]"),
     "x of every other row": ("inverse_rms", {"x": half(10, 64)[::2]}, r"x: found strides \[128, 1\]"),
-    "a residual transposed": ("linear_quantize", {"residual": half(192, 5).T}, r"residual: found strides \[1, 5\]"),
     # alignment
-    "a residual off by one": (
-        "linear_quantize", {"residual": off(5, 192, dtype=torch.float16)}, "residual: found data 2 bytes"),
-    "a norm off by one": ("linear_quantize", {"norm": off(192)}, "norm: found data 4 bytes past a multiple of 16"),
     "rounded q off by one": (
         "attention_quantize", {"q": off(5, 4, 128, dtype=torch.float16)}, "q: found data at an address"),
     "residual off by one": ("quantize", {"residual": off(5, 128, dtype=torch.float16)}, "residual: found data 2 bytes"),
@@ -322,19 +283,8 @@ BAD: dict[str, Bad] = {
     "up without low": ("linear", {"low": None}, "low: found none, .*rank 16"),
     "low without up": ("linear", {"up": None}, "up: found none, .*low of 128"),
     "up without low, 4 bits": ("linear4", {"low": None}, "low: found none, .*rank 16"),
-    "rank 8 behind attention": ("attention_quantize", {"rank": 8}, "rank: found 8, .*16"),
-    "rank behind attention without down": ("attention_quantize", {"down": None}, "down: found none with rank 16"),
-    "rank 272 behind a product": ("linear_quantize", {"rank": 272}, "rank: found 272, .*256"),
-    "down behind a product without rank": ("linear_quantize", {"rank": 0}, "down: found one with rank 0"),
-    "up without low, then rounded": ("linear_quantize", {"low": None}, "low: found none, .*rank 16"),
-    "low without up, then rounded": ("linear_quantize", {"up": None}, "up: found none, .*low of 128"),
     # values
-    "eps of a product below zero": ("linear_quantize", {"eps": -1.0}, "eps: found -1"),
     "scale of an attention 0, then rounded": ("attention_quantize", {"scale": 0.0}, "scale: found 0"),
-    "mode 4, then rounded": ("linear_quantize", {"mode": 4}, "mode: found 4, .*3"),
-    "row below the names, then rounded": ("linear_quantize", {"row": -4}, "row: found -4"),
-    "GEMV of 8-bit weights, then rounded": (
-        "linear_quantize", {"mode": mma_tiles.W8, "row": -2}, "row: found -2 .GEMV. with M=5 mode=0"),
     "eps below zero": ("quantize", {"eps": -1.0}, "eps: found -1"),
     "eps not a number": ("norm_rope", {"eps": float("nan")}, "eps: found -?nan"),
     "eps without end": ("inverse_rms", {"eps": float("inf")}, "eps: found inf"),
@@ -383,6 +333,16 @@ def test_an_optional_argument_may_be_missing(stub: Stub, name: str) -> None:
     assert stub.launches == before + 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tracing_is_told_the_shapes_that_come(stub: Stub, name: str) -> None:
+    """What ops_cuda_shapes.py says of tensors on meta is what the operator allocates."""
+    op = getattr(getattr(torch.ops, ops.NAMESPACE), f"cuda_{name}").default
+    traced = op(**{key: v.to("meta") if isinstance(v, Tensor) else v for key, v in GOOD[name].items()})
+    found = [x if isinstance(x, tuple) else (x,) for x in (traced, stub.call(name, GOOD[name])) if x is not None]
+    told, real = ([(list(t.shape), t.dtype) for t in one] for one in found) if found else ([], [])
+    assert told == real
+
+
 def test_x_may_have_any_strides_and_address(stub: Stub) -> None:
     """A slice of a sequence is an everyday input of a layer; only what is written to, and packed weights, may not."""
     wide = half(7, 3, 256)
@@ -403,32 +363,12 @@ def test_a_gated_product_has_half_the_columns_where_the_chip_has_it(stub: Stub) 
 
 
 def test_what_cannot_be_joined_is_two_launches(stub: Stub) -> None:
-    """The chip's own product and attention, then the quantizer; GEMV and the portable GEMM never try."""
-    product = GOOD["linear_quantize"]
-    stub.chip(90, joins=False)
-    codes, scales, low = stub.call("linear_quantize", product)
-    assert codes.shape == (5, 256) and scales.shape == (5,) and low.shape == (1, 1, 128)
-    assert stub.order == "gemm_sm90 quantize"
-    stub.chip(90, joins=False)
-    assert stub.call("attention_quantize", GOOD["attention_quantize"])[0].shape == (5, 512)
-    assert stub.order == "attention quantize"
-    for row, kernel in ((ops_cuda.GEMV, "gemv"), (ops_cuda.PORTABLE, "gemm_mma")):
-        stub.chip(90)
-        stub.call("linear_quantize", product | {"row": row})
-        assert stub.order == f"{kernel} quantize"
-    stub.chip(89, joins=False)
-    stub.call("linear_quantize", product)
-    assert stub.order == "gemm_mma quantize"
-    stub.chip(90, joins=False)
-    with pytest.raises(RuntimeError, match=r"cuda_linear_quantize: row: no joined launch .* \(M=5 N=192 .* row=0\)"):
-        stub.call("linear_quantize", product | {"row": 0})
-    with pytest.raises(RuntimeError, match="row: found 0, .*Hopper's"):
-        stub.chip(89)
-        stub.call("linear_quantize", product | {"row": 0})
-    assert stub.order == ""
-    stub.chip(90)
-    stub.call("linear_quantize", product | {"row": 0})
-    assert stub.order == "linear_quantize"
+    """The chip's own attention, then its quantizer."""
+    for chip in (80, 90):
+        stub.chip(chip, joins=False)
+        codes, scales = stub.call("attention_quantize", GOOD["attention_quantize"])
+        assert codes.shape == (5, 512) and scales.shape == (5,)
+        assert stub.order == "attention quantize"
 
 
 def test_no_rows_are_no_launch(stub: Stub) -> None:
@@ -442,11 +382,9 @@ def test_no_rows_are_no_launch(stub: Stub) -> None:
     assert stub.call("linear4", GOOD["linear4"] | none | four).shape == (0, 72)
     empty = {"qkv": half(0, 512), "cosines": torch.ones(0, 64), "sines": torch.ones(0, 64)}
     stub.call("norm_rope", GOOD["norm_rope"] | empty)
-    rounded = stub.call("linear_quantize", GOOD["linear_quantize"] | none | {"residual": half(0, 192)})
-    assert [list(t.shape) for t in rounded] == [[0, 256], [0], [1, 0, 128]]
     views = {"q": half(0, 4, 128), "k": half(0, 2, 128), "v": half(0, 2, 128)}
     rounded = stub.call("attention_quantize", GOOD["attention_quantize"] | views)
-    assert [list(t.shape) for t in rounded] == [[0, 512], [0], [1, 0, 128]]
+    assert [list(t.shape) for t in rounded] == [[0, 512], [0]]
     assert stub.call("inverse_rms", {"x": half(0, 64), "eps": 0.0}).shape == (0,)
     assert stub.launches == before
 
@@ -458,10 +396,7 @@ def test_what_a_kernel_says_comes_with_its_shape(stub: Stub) -> None:
     stub.chip(90, b"K: one row with its low rank does not fit the shared memory")
     with pytest.raises(RuntimeError, match=r"cuda_quantize: K: one row .* \(M=5 K=128 rank=16\)"):
         stub.call("quantize", GOOD["quantize"])
-    stub.chip(90, b"row: there are fewer rows of tiles")
-    with pytest.raises(RuntimeError, match=r"cuda_linear_quantize: row: there .* \(M=5 N=192 K=256 rank=16 row=9\)"):
-        stub.call("linear_quantize", GOOD["linear_quantize"] | {"row": 9})
-    with pytest.raises(RuntimeError, match=r"cuda_attention_quantize: row: there .* \(M=5 heads=4 rank=16\)"):
+    with pytest.raises(RuntimeError, match=r"cuda_attention_quantize: K: one row .* \(M=5 heads=4\)"):
         stub.call("attention_quantize", GOOD["attention_quantize"])
 
 
@@ -515,8 +450,10 @@ def test_gpu_01_what_python_says_of_a_chip(capability: tuple[int, int], monkeypa
         assert choice.kernel.name == "reference" and said in dict(choice.passed_over)["cuda_tiles"]
     else:
         assert ops_cuda.refuses("cuda:0") is None and choice.kernel.name == "cuda_tiles"
+    heads = ((16, 8), (4, 2), (2, 1), (18, 9), (8, 8), (8, 2))
+    found = [ops_cuda.joins(torch.device("cuda:0"), *pair) for pair in heads]
+    assert found == [capability == (9, 0)] * 2 + [False] * 4 and not ops_cuda.joins(torch.device("cpu"), 16, 8)
     # 4-bit activations: by the tensor core on Ampere and Ada, emulated on Hopper, not at all on newer chips
-    assert ops_cuda.rounds(torch.device("cuda:0")) == (capability == (9, 0))
     assert ops_cuda.has_int4("cuda:0") == (capability[0] == 8)
     assert ops_cuda.runs_int4("cuda:0") == (capability <= (9, 0))
 
@@ -597,13 +534,6 @@ CPU_CALLS: dict[str, Callable[[], object]] = {
     ),
     "qkv": lambda: ops_cuda.norm_rope(half(5, 512), None, None, torch.ones(5, 64), torch.ones(5, 64), 2, 1),
     "q": lambda: ops_cuda.attention_quantize(*(GOOD["attention"][a] for a in "q k v bounds scale".split())),
-    "codes, rounded": lambda: ops_cuda.linear_quantize(
-        *(GOOD["linear_quantize"][a] for a in "codes scales low weight channel bias up n mode".split()),
-        torch.float16,
-        residual=half(5, 192),
-        norm=torch.ones(192),
-        eps=1e-6,
-    ),
     "x, inverse RMS": lambda: ops_cuda.inverse_rms(half(5, 64), 1e-6),
 }
 

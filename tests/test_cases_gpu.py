@@ -86,6 +86,10 @@ def arguments(name: str, m: int = 128) -> dict[str, Any]:
         bias = torch.randn(256, device=device)
         return dict(codes=codes, scales=scales, low=half, weight=t.weight, channel=t.channel, bias=bias, up=branch.up,
                     n=n, mode=t.mode, out=2, row=ops_cuda.GEMV)  # fmt: skip
+    if name == "attention_quantize":  # 4 heads on 2: one launch where the chip has it
+        parts = rows(m, 1024).view(m, 8, 128).split([4, 2, 2], 1)
+        bounds = torch.tensor([0, m // 3, m], dtype=torch.int32, device=device)
+        return dict(zip("qkv", (t.contiguous() for t in parts)), bounds=bounds, scale=0.1, tile_order=True)
     if name == "linear4":
         branch, r = tiles.pack_branch(low, n, 128), tiles.pack_rows(weight("w4two", n, k, 0))
         codes, groups, scales, half = ops_cuda.quantize4(x, down=branch.down, hadamard=True)
@@ -120,7 +124,9 @@ def arguments(name: str, m: int = 128) -> dict[str, Any]:
     return dict(x=x, eps=1e-6)
 
 
-NAMES = "quantize linear gemv quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal".split()
+NAMES = (
+    "quantize linear gemv quantize4 linear4 norm_rope dequantize inverse_rms guided_score reveal attention_quantize"
+).split()
 
 
 def op_of(name: str) -> Any:
@@ -366,6 +372,7 @@ def test_gpu_02_every_operator_names_the_other_device() -> None:
         ("linear", "weight"),
         ("linear4", "group_scales"),
         ("norm_rope", "sines"),
+        ("attention_quantize", "bounds"),
     ):
         given = arguments(name)
         given[other] = given[other].to("cuda:1")
@@ -380,6 +387,7 @@ def test_gpu_02_an_argument_on_the_cpu_is_named() -> None:
         ("linear", "weight"),
         ("linear4", "group_scales"),
         ("norm_rope", "sines"),
+        ("attention_quantize", "bounds"),
     ):
         given = arguments(name)
         given[other] = given[other].cpu()
@@ -449,12 +457,15 @@ def test_gpu_03_cold_captures_and_a_capture_that_fails() -> None:
         qkv = torch.randn(24, 512, device="cuda").half()
         packed = torch.randint(0, 256, (3, 40), device="cuda", dtype=torch.uint8)
         scales = torch.ones(3, 2, device="cuda")
+        heads = torch.randn(24, 8, 128, device="cuda").half()
+        bounds = torch.tensor([0, 5, 24], dtype=torch.int32, device="cuda")
         half = torch.float16
         calls = {
             "quantize": lambda: ops_cuda.quantize(x, hadamard=True)[0],
             "linear": lambda: ops_cuda.linear(codes, ones, None, *t[:2], None, None, 200, t.mode, half),
             "portable": lambda: ops_cuda.linear(codes, ones, None, *t[:2], None, None, 200, t.mode, half, ops_cuda.PORTABLE),
             "gemv": lambda: ops_cuda.linear(codes[:5], ones[:5], None, *t[:2], None, None, 200, t.mode, half, ops_cuda.GEMV),
+            "rounded attention": lambda: ops_cuda.attention_quantize(*heads.split([4, 2, 2], 1), bounds, 0.1)[0],
             "quantize4": lambda: ops_cuda.quantize4(x, hadamard=True)[0],
             "linear4": lambda: ops_cuda.linear4(four, groups, ones, None, *r, None, None, 200, half),
             "rope": lambda: ops_cuda.norm_rope(qkv, None, None, angle, angle, 2, 1),
@@ -499,7 +510,7 @@ def test_gpu_03_cold_captures_and_a_capture_that_fails() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-1500:]
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("captured ") for line in lines) == 9 and lines[-1] == "usable"
+    assert sum(line.startswith("captured ") for line in lines) == 10 and lines[-1] == "usable"
 
 
 def test_threads_and_streams_share_a_layer() -> None:

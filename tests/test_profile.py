@@ -35,6 +35,8 @@ KERNELS = {
     ),
     "attention": (
         "void lowbit::cuda::attention<false>(lowbit::cuda::AttentionArgs)",
+        "void lowbit::cuda::(anonymous namespace)::attention_rounded<true>(CUtensorMap, CUtensorMap, CUtensorMap, "
+        "lowbit::cuda::AttentionArgs, lowbit::cuda::QuantizeArgs)",
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::half_t>>(Flash_fwd_params)",
         "void flash_fwd_splitkv_kernel<...>",
         "fmha_cutlassF_f16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::half_t>::Params)",
@@ -81,7 +83,8 @@ KERNELS = {
 OPERATORS = {
     "GEMM": "aten::addmm aten::mm aten::bmm aten::linear aten::_scaled_mm aten::conv1d aten::mkldnn_convolution mkldnn::_linear_pointwise "
     "lowbit::linear lowbit::decoder_step lowbit::cuda_linear",
-    "attention": "lowbit::packed_attention aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu",
+    "attention": "lowbit::packed_attention lowbit::cuda_attention lowbit::cuda_attention_quantize "
+    "aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu",
     "copy": "aten::copy_ aten::_to_copy aten::to aten::cat aten::index aten::embedding aten::clone aten::scatter_",
     "reduce": "aten::sum aten::mean aten::_softmax aten::native_layer_norm aten::_fused_rms_norm aten::argmax aten::all",
     "elementwise": "aten::add aten::add_ aten::mul aten::silu aten::rsqrt aten::fill_ aten::masked_fill_ aten::pow aten::__or__ "

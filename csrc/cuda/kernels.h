@@ -159,10 +159,6 @@ bool launch_attention_sm90(const AttentionArgs&, const Device&, Stream,
 // Attention whose rows are rounded at once (q.x unused, q.k = heads * 128). False: not its case.
 bool launch_attention_quantize(const AttentionArgs&, const QuantizeArgs&, const Device&, Stream,
                                const char** wrong);
-// A product whose rows are added to q.residual, normed and rounded at once (q.x unused, q.k = a.n). False:
-// not its case.
-bool launch_linear_quantize(const LinearArgs&, const QuantizeArgs&, int row, const Device&, Stream,
-                            const char** wrong);
 const char* launch_reveal(const RevealArgs&, const Device&, Stream);
 const char* query_device(int index, Device*);  // cached, one entry a device
 

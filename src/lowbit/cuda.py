@@ -172,18 +172,35 @@ class DeviceLinear(Kept):
     ) -> Tensor:
         """What stands before the layer goes into its quantizer: silu(gate) * up of x [..., 2K]; x added to ``residual``
         [..., K], in place; RMS norm with ``norm`` float32 [K] and ``eps``."""
-        few = x.numel() // x.shape[-1] <= FEW and self.mode != mma_tiles.W8 and not self.gated
         codes, scales, low = ops_cuda.quantize(
             x, residual=residual, norm=norm, eps=eps, silu=silu, smooth=self.smooth, down=self.down,
-            hadamard=self.hadamard, tile_order=not few,
+            hadamard=self.hadamard, tile_order=not self._few(x.numel() // x.shape[-1]),
         )  # fmt: skip
+        y = self._multiply(codes, scales, low, x.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @property
+    def plain(self) -> bool:
+        """Whether rows are rounded as they come: no smoothing, no Hadamard, no low rank."""
+        return self.smooth is None and self.down is None and not self.hadamard
+
+    def of_attention(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+        """self(ops_cuda.attention(...)) [M, N] of a ``plain`` layer, bit for bit; its rows are rounded by ``attention_quantize``."""
+        codes, scales = ops_cuda.attention_quantize(q, k, v, bounds, scale, tile_order=not self._few(len(q)))
+        return self._multiply(codes, scales, None, q.dtype)
+
+    def _few(self, rows: int) -> bool:
+        """Whether the GEMV runs, which reads codes in plain order."""
+        return rows <= FEW and self.mode != mma_tiles.W8 and not self.gated
+
+    def _multiply(self, codes: Tensor, scales: Tensor, low: Tensor | None, dtype: torch.dtype) -> Tensor:
         # Rows whose bytes are no multiple of 16 cannot be addressed by the copy engine: float32 and a cast.
-        dtype = x.dtype if self.n % 8 == 0 else torch.float32
-        row = ops_cuda.GEMV if few else -1
+        out = dtype if self.n % 8 == 0 else torch.float32
+        row = ops_cuda.GEMV if self._few(len(codes)) else -1
         y = ops_cuda.linear(
-            codes, scales, low, self.weight, self.channel, self.bias, self.up, self.n, self.mode, dtype, row, self.gated
+            codes, scales, low, self.weight, self.channel, self.bias, self.up, self.n, self.mode, out, row, self.gated
         )
-        return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+        return y.to(dtype)
 
     def weights(self) -> tuple[Tensor, Tensor, None, LowRank | None]:
         """(codes, scales, no zeros, low rank) as QuantizedWeight has them, bit for bit."""

@@ -43,11 +43,7 @@ SCHEMAS = (
     "cuda_guided_score(Tensor logits, Tensor guidance, Tensor penalty, Tensor temperature, Tensor noise, Tensor valid, "
     "Tensor tokens, int mask_id) -> (Tensor, Tensor)",
     "cuda_attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> Tensor",
-    "cuda_attention_quantize(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, Tensor? smooth, Tensor? down, "
-    "int rank, bool hadamard, bool tile_order) -> (Tensor, Tensor, Tensor)",
-    "cuda_linear_quantize(Tensor codes, Tensor scales, Tensor? low, Tensor weight, Tensor channel, Tensor? bias, "
-    "Tensor? up, int n, int mode, int out, Tensor(a!) residual, Tensor norm, float eps, Tensor? smooth, Tensor? down, "
-    "int rank, bool hadamard, bool tile_order, int row=-1) -> (Tensor, Tensor, Tensor)",
+    "cuda_attention_quantize(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, bool tile_order) -> (Tensor, Tensor)",
     "cuda_reveal(Tensor(a!) tokens, Tensor pred, Tensor score, Tensor k) -> ()",
     'add_norm(Tensor(a!) x, Tensor? add, Tensor weight, float eps, str isa="") -> Tensor',
     'silu_mul(Tensor x, str isa="") -> Tensor',

@@ -122,6 +122,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> 
     return y
 
 
+def attention_quantize(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, tile_order: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Codes int8 [M, KP] and scales float32 [M] that ``quantize`` makes of the rows [M, H * 128] of ``attention``, bit for
+    bit: one launch where ``joins``, two elsewhere. ``tile_order`` as there."""
+    _on_gpu("q", q)
+    codes, scales = _OPS.cuda_attention_quantize.default(q, k, v, bounds, scale, tile_order)
+    return codes, scales
+
+
 def reveal(tokens: Tensor, pred: Tensor, score: Tensor, k: Tensor) -> None:
     """In place: tokens int64 [B, S] = pred at the ``k`` int64 [B] slots of largest score of each row, of equal ones the first;
     never where the score is -inf. k is read on the device."""
@@ -214,63 +224,6 @@ def linear(
     return y
 
 
-def attention_quantize(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    scale: float,
-    *,
-    smooth: Tensor | None = None,
-    down: Tensor | None = None,
-    hadamard: bool = False,
-    tile_order: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize`` of the rows [M, H * 128] that ``attention`` gives, bit for bit; in one launch where ``rounds``, with two
-    query heads on each of up to 8 key-value heads, and in two elsewhere."""
-    _on_gpu("q", q)
-    codes, scales, low = _OPS.cuda_attention_quantize.default(
-        q, k, v, bounds, scale, smooth, down, _rank_of(down), hadamard, tile_order
-    )
-    return codes, scales, low
-
-
-def linear_quantize(
-    codes: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    weight: Tensor,
-    channel: Tensor,
-    bias: Tensor | None,
-    up: Tensor | None,
-    n: int,
-    mode: int,
-    dtype: torch.dtype,
-    *,
-    residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    smooth: Tensor | None = None,
-    down: Tensor | None = None,
-    hadamard: bool = False,
-    tile_order: bool = True,
-    row: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize`` of the rows [M, n] that ``linear`` gives in ``dtype`` (float16 or bfloat16), bit for bit: added to
-    ``residual`` [M, n] in place, normed with ``norm`` float32 [n] and ``eps``, rounded for the next product, whose are
-    ``smooth``, ``down`` and ``hadamard``.
-
-    One launch where ``rounds`` and n is a multiple of 256 up to 1024, two elsewhere. ``row``: GEMV and PORTABLE are always
-    two launches, of 0 and more a row of the joined launch's own tiles.
-    """
-    _on_gpu("codes", codes)
-    rounded, unit, half = _OPS.cuda_linear_quantize.default(
-        codes, scales, low, weight, channel, bias, up, n, mode, _out(dtype), residual, norm, eps, smooth, down,
-        _rank_of(down), hadamard, tile_order, row,
-    )  # fmt: skip
-    return rounded, unit, half
-
-
 def quantize4(
     x: Tensor,
     *,
@@ -317,9 +270,11 @@ def gates(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def rounds(device: torch.device) -> bool:
-    """Whether ``linear_quantize`` and ``attention_quantize`` can be one launch there: Hopper's kernels can."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def joins(device: torch.device, heads: int, kv_heads: int) -> bool:
+    """Whether ``attention_quantize`` is one launch there: on Hopper, two query heads on each of 2 to 8 key-value heads, whose
+    CTAs are a cluster that sees whole rows."""
+    fits = heads == 2 * kv_heads and 2 <= kv_heads <= 8
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def has_int4(device: torch.device | str | int) -> bool:

@@ -96,52 +96,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _rounded(beside: Tensor, m: int, k: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and the low rank's half of m rows of k columns."""
-    low = beside.new_empty(rank // 16, (m + 7) // 8, 128, dtype=torch.float16)
-    codes = beside.new_empty(m, -(-k // 256) * 256, dtype=torch.int8)
-    return codes, beside.new_empty(m, dtype=torch.float32), low
-
-
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_attention_quantize")  # type: ignore[untyped-decorator]
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    scale: float,
-    smooth: Tensor | None,
-    down: Tensor | None,
-    rank: int,
-    hadamard: bool,
-    tile_order: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _rounded(q, q.shape[0], q.shape[1] * 128, rank)
-
-
-@torch.library.register_fake(f"{ops.NAMESPACE}::cuda_linear_quantize")  # type: ignore[untyped-decorator]
-def _(
-    codes: Tensor,
-    scales: Tensor,
-    low: Tensor | None,
-    weight: Tensor,
-    channel: Tensor,
-    bias: Tensor | None,
-    up: Tensor | None,
-    n: int,
-    mode: int,
-    out: int,
-    residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    smooth: Tensor | None,
-    down: Tensor | None,
-    rank: int,
-    hadamard: bool,
-    tile_order: bool,
-    row: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _rounded(codes, codes.shape[0], n, rank)
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, tile_order: bool) -> tuple[Tensor, Tensor]:
+    m, columns = q.shape[0], -(-q.shape[1] * 128 // 256) * 256
+    return q.new_empty(m, columns, dtype=torch.int8), q.new_empty(m, dtype=torch.float32)
 
 
 @torch.library.register_fake(f"{ops.NAMESPACE}::cuda_reveal")  # type: ignore[untyped-decorator]

@@ -4,7 +4,8 @@
               └ norm ─ qkv ─ norm_rope ─ attention ─ o ┴ norm ─ gate_up ─ silu·mul ─ down ┘
 
 Per layer that is four products, the norm and rotation of queries and keys, and attention (packed_attention.py). On a CUDA device with
-integer weights adding, norm, silu·mul and rounding are inside the products and their quantizers (packed_linears.py): ten launches.
+integer weights adding, norm, silu·mul and rounding are inside the products and their quantizers (packed_linears.py): ten launches,
+nine where attention rounds its rows for o (``joined``).
 Nothing in a forward waits for the device, so it can be captured in a CUDA graph.
 """
 
@@ -18,11 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import ops, ops_cuda
+from lowbit.cuda import FEW, DeviceLinear
 from lowbit.engines.packed_attention import ATTENTIONS, Spans, choose
-from lowbit.engines.packed_linears import FLOATS, Norm, Product, is_float, product_of, reasons
+from lowbit.engines.packed_linears import FLOATS, Norm, Product, TileProduct, is_float, product_of, reasons
 from lowbit.engines.packed_siblings import unshare
 from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
 from lowbit.types import FormatError, QuantizedWeight
+
+# Rows from which attention rounds for o. Measured on an H200, 2026-11-30, 16 heads on 8, attention and quantizer joined and
+# apart: 685 rows 11.4 and 12.8 us, 1890 39.9 and 40.7, 172 equal. docs/cuda.md, bench/gpu_check.py joined.
+JOINED_FROM = 256
 
 
 class Rotation(NamedTuple):
@@ -43,6 +49,7 @@ class _Layer(NamedTuple):
     down: Product
     scale: float
     at_once: bool  # norm, rotation and attention are one operator
+    joined: DeviceLinear | None  # o, where attention can round its rows
 
 
 class Watch(NamedTuple):
@@ -70,7 +77,9 @@ class Backbone:
     patterns of linear names ("layers.0.*", "*.down_proj") to them, of which the last that fits counts; None is the
     weight's own where ``weights`` {"layers.0.self_attn.q_proj": QuantizedWeight} has one and the model's dtype elsewhere.
     Weights that are not in ``weights`` are rounded to nearest. ``attention`` forces a row of ATTENTIONS. ``after_layer`` is
-    called with the number of each layer once its products are made.
+    called with the number of each layer once its products are made. ``joined``: whether attention rounds its rows for o in its
+    own launch, which gives the same bits and which ``ops_cuda.joins`` and a ``plain`` o allow: True for all that are not the
+    GEMV's, False never, None where it is faster. ``kinds`` says where.
 
     Float weights of siblings become views of one tensor until ``close``; the stack itself stays usable throughout.
     FormatError names the first thing that does not fit, before anything is changed.
@@ -84,6 +93,7 @@ class Backbone:
         attention: str | None = None,
         *,
         after_layer: Callable[[int], None] | None = None,
+        joined: bool | None = None,
     ) -> None:
         linears = linears_of(stack)
         config = stack.config
@@ -101,7 +111,10 @@ class Backbone:
                     f"weights: found {name!r}, accepted are linears of the model (layers.0.self_attn.q_proj)"
                 )
         precisions = resolve(precision, linears, weights, self.device)
-        choose(self.device, self.dtype, self.head_dim, 0, attention)  # refuses a word that is no way
+        self._joined_from = FEW + 1 if joined else JOINED_FROM
+        # Refuses a word that is no way.
+        way = choose(self.device, self.dtype, self.head_dim, self._joined_from, attention)
+        self._joins = joined is not False and way == "ours" and ops_cuda.joins(self.device, self.heads, self.kv_heads)
         self._forced = attention
         self.kernel_rope = self.device.type == "cuda" and self.head_dim == 128 and ops_cuda.refuses(self.device) is None
         self.precisions = precisions
@@ -150,9 +163,13 @@ class Backbone:
         )
         ours = self.device.type == "cpu" and self.dtype == torch.float32 and self.head_dim % 16 == 0
         at_once = ours and self._forced is None and not is_float(made["qkv"])
+        o = made["o"]
+        joined = o.layer if self._joins and isinstance(o, TileProduct) and o.layer.plain else None
+        if joined is not None:
+            self.kinds[f"layers.{index}.o"] += f", from {self._joined_from} rows on rounded by attention"
         return _Layer(
-            _norm(block.input_layernorm), made["qkv"], q_norm, k_norm, made["o"], _norm(block.post_attention_layernorm),
-            made["gate_up"], made["down"], float(attn.scaling), at_once,
+            _norm(block.input_layernorm), made["qkv"], q_norm, k_norm, o, _norm(block.post_attention_layernorm),
+            made["gate_up"], made["down"], float(attn.scaling), at_once, joined,
         )  # fmt: skip
 
     def _watch(self, stack: Any, linears: Mapping[str, nn.Linear]) -> Iterator[Watch]:
@@ -207,8 +224,7 @@ class Backbone:
         mix = self._mix(rotation, spans, len(x), x.dtype)
         y = stream
         for layer in self.layers:
-            qkv = layer.qkv(y, added, layer.input_norm)
-            y = layer.o(mix(qkv, layer))
+            y = mix(layer.qkv(y, added, layer.input_norm), layer)
             y = layer.gate_up(y, stream, layer.post_norm)
             y = layer.down(y, silu=not layer.gate_up.gated)
             added = stream
@@ -219,28 +235,24 @@ class Backbone:
     def _mix(
         self, rotation: Rotation, spans: Spans, rows: int, dtype: torch.dtype
     ) -> Callable[[Tensor, _Layer], Tensor]:
-        """What attention of a layer makes of its qkv [M, (H + 2 G) D]: [M, H D]."""
+        """What attention and o of a layer make of its qkv [M, (H + 2 G) D]: [M, H D], then [M, hidden]."""
         way = choose(self.device, self.dtype, self.head_dim, rows, self._forced)
         attend, rotate = ATTENTIONS[way](spans), self._rotate(rotation, dtype)
+        joined = way == "ours" and rows >= self._joined_from
 
         def mix(qkv: Tensor, layer: _Layer) -> Tensor:
             if layer.at_once:
                 q_norm, k_norm = (None if n is None else n.wide for n in (layer.q_norm, layer.k_norm))
                 eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
-                return ops.packed_attention(
-                    qkv,
-                    q_norm,
-                    k_norm,
-                    rotation.cosines,
-                    rotation.sines,
-                    spans.bounds,
-                    self.heads,
-                    self.kv_heads,
-                    eps,
+                y = ops.packed_attention(
+                    qkv, q_norm, k_norm, rotation.cosines, rotation.sines, spans.bounds, self.heads, self.kv_heads, eps,
                     layer.scale,
-                )
+                )  # fmt: skip
+                return layer.o(y)
             q, k, v = rotate(qkv, layer)
-            return attend(q, k, v, layer.scale).flatten(1)
+            if joined and layer.joined is not None:
+                return layer.joined.of_attention(q, k, v, spans.bounds, layer.scale)
+            return layer.o(attend(q, k, v, layer.scale).flatten(1))
 
         return mix
 

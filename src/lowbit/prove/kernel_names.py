@@ -9,6 +9,7 @@ CATEGORIES = ("GEMM", "elementwise", "attention", "copy", "reduce", "other")
 
 # (category, pattern of the lower-case name) of GPU kernels: ours, cuBLAS, cuDNN, CUTLASS, torch, Triton. First match.
 _KERNELS = (
+    ("attention", r"lowbit::cuda::\(anonymous namespace\)::attention"),  # whose arguments may be a quantizer's
     ("elementwise", r"lowbit::cuda::(quantize|norm_rope|dequantize)"),
     ("reduce", r"lowbit::cuda::(inverse_rms|guided_score|reveal)"),
     ("other", r"nccl|topk|sort"),
@@ -33,7 +34,7 @@ _KERNELS = (
 _OPERATORS = (
     (
         "attention",
-        r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|varlen_attn|^lowbit::packed_attention",
+        r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|varlen_attn|^lowbit::(cuda|packed)_attention",
     ),
     (
         "GEMM",

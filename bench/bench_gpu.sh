@@ -25,6 +25,7 @@ if [ -n "$failed" ]; then
 fi
 part 300 error "$lines"
 part 900 speed speed4 chain "$lines"
+part 300 joined "$lines"
 part 600 peers "$lines"
 part 120 rope "$lines"
 "$python" -m lowbit bench numbers bench/results/*.jsonl bench/results/cuda/*.jsonl --out docs/numbers.md || exit 1

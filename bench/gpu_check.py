@@ -1,6 +1,6 @@
 """One run on a GPU: are the CUDA kernels right, and how fast. Builds nothing; every check stands alone.
 
-    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope overlap module small error speed speed4 chain peers]
+    PYTHONPATH=src python3 bench/gpu_check.py [quantize gemm gemv int4 rope overlap module small error speed speed4 chain joined peers]
         [w8 w4ch w4two w4grp] [FILE.jsonl]
     PYTHONPATH=src python3 bench/gpu_check.py --target 8.9    where a chip of that compute capability keeps its lines
 
@@ -428,6 +428,8 @@ def small() -> None:
         angle = torch.zeros(m, 64, device=DEVICE)
         ops_cuda.norm_rope(qkv, w[:128].clone(), None, angle, angle, 16, 8)
         ops_cuda.inverse_rms(qkv, 1e-6)
+        bounds = torch.tensor([0, m // 2, m], dtype=torch.int32, device=DEVICE)
+        ops_cuda.attention_quantize(*heads_of(m, 4, 2, torch.float16), bounds, 0.1)
         ops_cuda.dequantize(
             torch.zeros(3, 40, dtype=torch.uint8, device=DEVICE),
             torch.ones(3, 2, device=DEVICE),
@@ -864,6 +866,78 @@ def chain() -> None:
             )
 
 
+def heads_of(m: int, heads: int, kv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views of one projection."""
+    qkv = torch.randn(m, heads + 2 * kv, 128, device=DEVICE).to(dtype)
+    return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
+
+
+Rounded = tuple[Tensor, Tensor]
+Segments = tuple[Tensor, Tensor, Tensor, Tensor, float]  # q, k, v, bounds, scale
+
+
+def attend_apart(given: Segments) -> Rounded:
+    return ops_cuda.quantize(ops_cuda.attention(*given).flatten(1))[:2]
+
+
+def attend_joined(given: Segments) -> Rounded:
+    return ops_cuda.attention_quantize(*given)
+
+
+def joined_bits() -> None:
+    """Attention that rounds against its two parts, bit for bit. All shapes: tests/test_attention_quantize_gpu.py."""
+    torch.manual_seed(0)
+    for m, ends in ((17, [0, 17]), (172, [0, 111, 172]), (685, [0, 0, 435, 435, 436, 685]), (1890, [0, 1140, 1890])):
+        bounds = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        for heads, kv in ((16, 8), (4, 2), (8, 8)):
+            for dtype in (torch.float16, torch.bfloat16):
+                given = (*heads_of(m, heads, kv, dtype), bounds, 128**-0.5)
+                want = attend_apart(given)
+                for turn in range(3):
+                    same = all(torch.equal(a, b) for a, b in zip(attend_joined(given), want))
+                    check(f"joined attention M={m} {heads}/{kv} {dtype} {turn}", same)
+
+
+def joined() -> None:
+    """Attention that rounds its rows for o: right, and against the two launches; then whole layers of ten and of nine. Nothing
+    smooths, rotates or has a low rank, as where the engine joins them."""
+    joined_bits()
+    if not HOPPER or "w4two" not in MODES:
+        return
+    parts = {name: Stack("w4two", n, k, LAYERS, DEVICE, rank=0) for name, (n, k) in LAYER.items()}
+    for c, m in ((111, 172), (435, 685), (1140, 1890)):
+        bounds = torch.tensor([0, c, m], dtype=torch.int32, device=DEVICE)
+        given = (*heads_of(m, 16, 8, torch.float16), bounds, 128**-0.5)
+        us = [replayed([lambda f=f: f(given)] * LAYERS) / LAYERS for f in (attend_apart, attend_joined)]
+        say(joined="attention, 16 heads on 8", m=m, apart=us[0], us=us[1])
+        joined_layers(parts, bounds, m)
+
+
+def joined_layers(parts: dict[str, Stack], bounds: Tensor, m: int) -> None:
+    """Layers as the packed engine runs them, each reading what the last one wrote."""
+    norm, head = torch.ones(1024, device=DEVICE), torch.ones(128, device=DEVICE)
+    angle = torch.rand(m, 64, device=DEVICE)
+    cosines, sines = angle.cos(), angle.sin()
+    start, stream = torch.randn(m, 1024, device=DEVICE).half(), torch.zeros(m, 1024, device=DEVICE).half()
+
+    def layers(attend: Callable[[Segments], Rounded]) -> Tensor:
+        stream.zero_()
+        y = start
+        for i in range(LAYERS):
+            qkv = parts["qkv"].product(i, ops_cuda.quantize(y, residual=stream, norm=norm, eps=1e-6))
+            ops_cuda.norm_rope(qkv, head, head, cosines, sines, 16, 8)
+            views = qkv.view(m, 32, 128)
+            codes, scales = attend((views[:, :16], views[:, 16:24], views[:, 24:], bounds, 128**-0.5))
+            y = parts["o"].product(i, (codes, scales, None))
+            x = ops_cuda.quantize(y, residual=stream, norm=norm, eps=1e-6)
+            y = parts["down"].product(i, ops_cuda.quantize(parts["gate_up"].product(i, x, gated=True)))
+        return stream + y
+
+    check(f"joined layers M={m}", torch.equal(layers(attend_joined), layers(attend_apart)))
+    us = [replayed([lambda f=f: layers(f)]) / LAYERS for f in (attend_apart, attend_joined)]
+    say(joined="layer, two-level scales, no low rank", m=m, apart=us[0], us=us[1])
+
+
 def attention() -> None:
     """Attention over the segments of an utterance, conditional and unconditional: ours and torch's. Right? tests/test_attention_gpu.py."""
     from lowbit.engines.packed_attention import ATTENTIONS, Spans
@@ -976,7 +1050,8 @@ def main() -> None:
     target = next((a for a in sys.argv[1:] if a.endswith((".json", ".jsonl"))), None)
     print("torch", torch.__version__, torch.cuda.get_device_name(0), "refuses:", ops_cuda.refuses(0), flush=True)
     every = (
-        quantize, gemm, gemv, int4, rope, overlap, module, small, error, speed, speed4, chain, attention, decode, peers,
+        quantize, gemm, gemv, int4, rope, overlap, module, small, error, speed, speed4, chain, joined, attention, decode,
+        peers,
     )  # fmt: skip
     for mode in [m for m in MODES if names and m not in names and any(n in MODES for n in names)]:
         del MODES[mode]  # "gemm w8": that mode alone

@@ -12,6 +12,7 @@ part 40 overlap
 part 60 module
 part 40 error
 part 120 speed chain
+part 90 joined
 part 30 attention decode
 part 60 peers
 # racecheck reports the copy engine's writes against reads behind mbarriers; not examined yet, so not here (docs/cuda.md).

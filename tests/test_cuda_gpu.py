@@ -17,7 +17,7 @@ WHY = ops_cuda.refuses(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "")]
 
 
-@pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "overlap", "module", "error"])
+@pytest.mark.parametrize("section", ["quantize", "gemv", "int4", "rope", "overlap", "module", "error", "joined_bits"])
 def test_section(section: str) -> None:
     import gpu_check
 

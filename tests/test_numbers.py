@@ -145,6 +145,17 @@ def test_of_several_lines_of_a_case_the_last_counts() -> None:
     assert all(f"≤ {f.most:g}" in page for f in cuda_figures.FIGURES)
 
 
+def test_joined_launches_stand_beside_the_two_that_they_are() -> None:
+    lines = [
+        cuda(joined="attention", m=685, apart=12.84, us=11.36),
+        cuda(joined="attention", m=172, apart=8.0, us=8.0),
+        cuda(joined="layer", m=685, apart=60.5, us=52.25),
+    ]
+    rows = numbers.page(lines).splitlines()
+    assert "| µs, attention and the quantizer of o apart / joined | M=172 | M=685 |" in rows
+    assert "| attention | 8.0 / 8.0 | 12.8 / 11.4 |" in rows and "| layer | | 60.5 / 52.2 |" in rows
+
+
 def test_a_predicted_figure_stands_in_no_measured_column() -> None:
     known = {"bench": "predicted", "chip": "NVIDIA L4", "lowbit": "0", "date": "2026-12-01", "source": "p.jsonl"}
     foretold = [

@@ -13,7 +13,7 @@ from lowbit.bench import markdown
 Line = Mapping[str, Any]
 KINDS = (
     "layer", "gemm", "gemv", "quantize", "peers", "rope", "attention", "guided_score", "reveal", "inverse_rms",
-    "dequantize", "int4", "error",
+    "dequantize", "int4", "error", "joined",
 )  # fmt: skip
 NAMES = {
     "w4two": "two-level scales", "w4ch": "channel scales", "w4grp": "fp16 scale per 64", "w8": "8-bit weights",
@@ -102,7 +102,7 @@ def chapter(lines: Sequence[Line], predicted: Sequence[Line] = ()) -> str:
         broken = sorted({str(x["FAIL"]) for x in lines if x["chip"] == chip and "FAIL" in x})
         parts += [f"**Checks that failed in these runs:** {', '.join(broken)}"] if broken else []
         parts += [reached(mine)] if chip == TARGETS_OF else []
-        parts += [text for text in (_layers(mine), _shapes(mine), _quantize(mine), _rest(mine)) if text]
+        parts += [text for text in (_layers(mine), _shapes(mine), _quantize(mine), _joined(mine), _rest(mine)) if text]
     foretold = latest(predicted)
     for chip in dict.fromkeys(x["chip"] for x in predicted):
         measured = {of[1:]: line for of, line in found.items() if of[0] == chip}
@@ -194,6 +194,18 @@ def _quantize(mine: Known) -> str:
         "the same + low rank 16",
         "SiLU·mul + low rank 16",
     )
+    return markdown.table(head, rows) if rows else ""
+
+
+def _joined(mine: Known) -> str:
+    """Attention with the quantizer of o, and a layer with them: two launches and one, by M."""
+    found = _of(mine, "joined")
+    every = sorted({of[2] for of in found})
+    rows = []
+    for what in dict.fromkeys(of[0] for of in found):
+        lines = [found.get((what, None, m)) for m in every]
+        rows.append([str(what), *("" if x is None else f"{x['apart']:.1f} / {x['us']:.1f}" for x in lines)])
+    head = ["µs, attention and the quantizer of o apart / joined", *(f"M={m}" for m in every)]
     return markdown.table(head, rows) if rows else ""
 
 

@@ -126,7 +126,9 @@ class Stack:
             x, hadamard=True, down=self.down[i] if self.rank else None, tile_order=not few, **before
         )
 
-    def product(self, i: int, x: tuple[Tensor, Tensor, Tensor], row: int | None = None, gated: bool = False) -> Tensor:
+    def product(
+        self, i: int, x: tuple[Tensor, Tensor, Tensor | None], row: int | None = None, gated: bool = False
+    ) -> Tensor:
         row = (ops_cuda.GEMV if self.few(x[0].shape[0]) else -1) if row is None else row
         up = self.up[i] if self.rank else None
         weight, half = self.weights[i], torch.float16

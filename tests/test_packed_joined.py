@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit import ops_cuda
 from lowbit.engines import packed, packed_attention, packed_linears
 from lowbit.engines.graphs import Graphs
-from lowbit.engines.packed import JOINED_FROM, Backbone
+from lowbit.engines.packed import Backbone
 from lowbit.engines.packed_attention import Spans
 from lowbit.engines.packed_linears import TileProduct
 from lowbit.engines.packed_stack import linears_of
@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def made(
-    joined: bool | None = True,
+    joined: bool = True,
     precision: Any = "w4a8",
     dtype: torch.dtype = torch.float16,
     sides: dict[str, dict[str, Any]] | None = None,
@@ -106,16 +106,16 @@ def test_a_layer_of_nine_launches_has_the_bits_of_the_ten(calls: Calls, precisio
     assert torch.equal(run(together, x, rows=rows), want[rows])
 
 
-@pytest.mark.parametrize(("joined", "first"), [(None, JOINED_FROM), (True, 17), (False, None)])
-def test_from_how_many_rows_on(calls: Calls, joined: bool | None, first: int | None) -> None:
+@pytest.mark.parametrize("joined", [True, False])
+def test_from_how_many_rows_on(calls: Calls, joined: bool) -> None:
     """With up to 16 the GEMV runs, whose codes are in another order."""
     backbone = made(joined, num_hidden_layers=1)
-    for m in (1, 16, 17, JOINED_FROM - 1, JOINED_FROM):
+    for m in (1, 16, 17, 300):
         calls.clear()
         run(backbone, inputs(m), (m,))
-        assert calls == (APART if first is None or m < first else JOINED), m
-    said = f"w4, activations int8 a row, from {first} rows on rounded by attention"
-    assert (said in backbone.kinds["layers.0.o"]) == (first is not None)
+        assert calls == (JOINED if joined and m > 16 else APART), m
+    said = "w4, activations int8 a row, from 17 rows on rounded by attention"
+    assert (said in backbone.kinds["layers.0.o"]) == joined
     assert "attention" not in "".join(kind for name, kind in backbone.kinds.items() if not name.endswith(".o"))
 
 

@@ -49,14 +49,14 @@ def arguments(m: int, k: int, rank: int, before: str, dtype: torch.dtype, hadama
     return a
 
 
-def run(a: dict, rows: slice = slice(None), **more: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """codes in plain order, scales, low [M, R], the residual behind it."""
+def run(a: dict, rows: slice = slice(None), **more: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """codes in plain order, scales, low [M, R] (None without low rank), the residual behind it."""
     kept = a["residual"][rows].clone() if "residual" in a else None
     x = a["x"][rows].contiguous()
     codes, scales, low = ops_cuda.quantize(x, **{k: v for k, v in a.items() if k not in ("x", "residual")}
                                            | dict(residual=kept) | more)  # fmt: skip
     plain = tiles.plain_order(codes) if more.get("tile_order", True) else codes
-    return plain, scales, tiles.unpack_low(low, len(x)) if "down" in a else low, kept
+    return plain, scales, tiles.unpack_low(low, len(x)) if "down" in a else None, kept
 
 
 def inside(a: dict, before: str) -> tuple[Tensor, Tensor | None]:

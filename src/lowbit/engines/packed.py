@@ -26,10 +26,6 @@ from lowbit.engines.packed_siblings import unshare
 from lowbit.engines.packed_stack import GROUPS, Precision, linears_of, resolve
 from lowbit.types import FormatError, QuantizedWeight
 
-# Rows from which attention rounds for o. Measured on an H200, 2026-11-30, 16 heads on 8, attention and quantizer joined and
-# apart: 685 rows 11.4 and 12.8 us, 1890 39.9 and 40.7, 172 equal. docs/cuda.md, bench/gpu_check.py joined.
-JOINED_FROM = 256
-
 
 class Rotation(NamedTuple):
     """Angles of M packed rows: float32 [M, D / 2] each."""
@@ -78,8 +74,8 @@ class Backbone:
     weight's own where ``weights`` {"layers.0.self_attn.q_proj": QuantizedWeight} has one and the model's dtype elsewhere.
     Weights that are not in ``weights`` are rounded to nearest. ``attention`` forces a row of ATTENTIONS. ``after_layer`` is
     called with the number of each layer once its products are made. ``joined``: whether attention rounds its rows for o in its
-    own launch, which gives the same bits and which ``ops_cuda.joins`` and a ``plain`` o allow: True for all that are not the
-    GEMV's, False never, None where it is faster. ``kinds`` says where.
+    own launch where ``ops_cuda.joins`` and a ``plain`` o allow, and there are too many for the GEMV; it gives the same bits.
+    ``kinds`` says where.
 
     Float weights of siblings become views of one tensor until ``close``; the stack itself stays usable throughout.
     FormatError names the first thing that does not fit, before anything is changed.
@@ -93,7 +89,7 @@ class Backbone:
         attention: str | None = None,
         *,
         after_layer: Callable[[int], None] | None = None,
-        joined: bool | None = None,
+        joined: bool = True,
     ) -> None:
         linears = linears_of(stack)
         config = stack.config
@@ -111,10 +107,9 @@ class Backbone:
                     f"weights: found {name!r}, accepted are linears of the model (layers.0.self_attn.q_proj)"
                 )
         precisions = resolve(precision, linears, weights, self.device)
-        self._joined_from = FEW + 1 if joined else JOINED_FROM
         # Refuses a word that is no way.
-        way = choose(self.device, self.dtype, self.head_dim, self._joined_from, attention)
-        self._joins = joined is not False and way == "ours" and ops_cuda.joins(self.device, self.heads, self.kv_heads)
+        way = choose(self.device, self.dtype, self.head_dim, FEW + 1, attention)
+        self._joins = joined and way == "ours" and ops_cuda.joins(self.device, self.heads, self.kv_heads)
         self._forced = attention
         self.kernel_rope = self.device.type == "cuda" and self.head_dim == 128 and ops_cuda.refuses(self.device) is None
         self.precisions = precisions
@@ -164,12 +159,12 @@ class Backbone:
         ours = self.device.type == "cpu" and self.dtype == torch.float32 and self.head_dim % 16 == 0
         at_once = ours and self._forced is None and not is_float(made["qkv"])
         o = made["o"]
-        joined = o.layer if self._joins and isinstance(o, TileProduct) and o.layer.plain else None
-        if joined is not None:
-            self.kinds[f"layers.{index}.o"] += f", from {self._joined_from} rows on rounded by attention"
+        rounded = o.layer if self._joins and isinstance(o, TileProduct) and o.layer.plain else None
+        if rounded is not None:
+            self.kinds[f"layers.{index}.o"] += f", from {FEW + 1} rows on rounded by attention"
         return _Layer(
             _norm(block.input_layernorm), made["qkv"], q_norm, k_norm, o, _norm(block.post_attention_layernorm),
-            made["gate_up"], made["down"], float(attn.scaling), at_once, joined,
+            made["gate_up"], made["down"], float(attn.scaling), at_once, rounded,
         )  # fmt: skip
 
     def _watch(self, stack: Any, linears: Mapping[str, nn.Linear]) -> Iterator[Watch]:
@@ -238,7 +233,7 @@ class Backbone:
         """What attention and o of a layer make of its qkv [M, (H + 2 G) D]: [M, H D], then [M, hidden]."""
         way = choose(self.device, self.dtype, self.head_dim, rows, self._forced)
         attend, rotate = ATTENTIONS[way](spans), self._rotate(rotation, dtype)
-        joined = way == "ours" and rows >= self._joined_from
+        joined = way == "ours" and rows > FEW
 
         def mix(qkv: Tensor, layer: _Layer) -> Tensor:
             if layer.at_once:

@@ -144,7 +144,9 @@ struct TileRow {
 // Each returns null, or what went wrong (a string that lives on).
 const char* launch_quantize(const QuantizeArgs&, const Device&, Stream);
 bool launch_quantize_short(const QuantizeArgs&, const Device&, Stream,
-                           const char** wrong);                                   // false: not its case
+                           const char** wrong);  // false: not its case
+bool launch_quantize_plain(const QuantizeArgs&, const Device&, Stream,
+                           const char** wrong);                                   // false: the same
 const char* launch_gemm_sm90(const LinearArgs&, int row, const Device&, Stream);  // row -1: by the table
 const char* launch_gemm_mma(const LinearArgs&, const Device&, Stream);            // any chip
 const char* launch_gemv(const LinearArgs&, const Device&, Stream);

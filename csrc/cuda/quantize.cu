@@ -334,7 +334,7 @@ static const char* launch(const QuantizeArgs& a, const Device& device, Stream st
 
 const char* launch_quantize(const QuantizeArgs& a, const Device& d, Stream s) {
   const char* wrong = nullptr;
-  if (launch_quantize_short(a, d, s, &wrong)) return wrong;
+  if (launch_quantize_plain(a, d, s, &wrong) || launch_quantize_short(a, d, s, &wrong)) return wrong;
   const int units = (a.kp + kUnit - 1) / kUnit;
   if (a.m <= 32 && units > 64 && units <= 256)
     return launch<1, 256>(a, d, s);  // few rows: more threads for each

@@ -90,6 +90,11 @@ def run(arguments: list[str], *first: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.gpu
+def test_the_self_test_of_a_gpu_is_right_of_every_layer() -> None:
+    assert selftest.of_device("cuda:0") <= selftest.CUDA_TOLERANCE
+
+
 def test_it_speaks_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text('raise ImportError("libcudart.so.13: cannot open")\n')
     done = run(["doctor"], tmp_path)

@@ -45,7 +45,9 @@ static double cycles(const Row& row, const LinearArgs& a, const Device& device) 
 // Measured on an H200, 2026-11-30: shapes of the fused linears of a Qwen3 layer of 1024, up to `most` rows.
 // The model decides for every other shape. Up to 384 rows the 4-bit ones are those with which whole layers
 // are fastest (two-level scales, attention and quantizers between): 33.8 us a layer of 172 rows and 40.2 of
-// 256, where the rows of before gave 35.4 and 47.3. They split the columns of fewer and larger tiles.
+// 256, where the rows of before gave 35.4 and 47.3. They split the columns of fewer and larger tiles. From
+// 385 rows on, and up to 64, those that are fastest alone; between the rows that were timed, those with as
+// few waves.
 struct Measured {
   int modes;  // a bit each
   int n, k, most, row;
@@ -56,25 +58,68 @@ constexpr int kW8Bit = 1 << kW8, kChannelBit = 1 << kW4Channel, kTwoBit = 1 << k
 constexpr int kDense = kW8Bit | kChannelBit | kTwoBit, kShort = kW8Bit | kChannelBit,
               kFour = kChannelBit | kTwoBit;
 static const Measured kMeasured[] = {
-    {kFour, 4096, 1024, 128, 15},    {kFour, 4096, 1024, 192, 6},      {kFour, 4096, 1024, 256, 15},
-    {kFour, 4096, 1024, 384, 6},     {kFour, 1024, 2048, 128, 1},      {kFour, 1024, 2048, 192, 13},
-    {kFour, 1024, 2048, 384, 14},    {kFour, 6144, 1024, 128, 15},     {kFour, 6144, 1024, 192, 4, 1},
-    {kFour, 6144, 1024, 256, 6},     {kFour, 6144, 1024, 384, 8},      {kFour, 1024, 3072, 128, 14},
-    {kFour, 1024, 3072, 384, 13},    {kDense, 4096, 1024, 192, 6},     {kDense, 4096, 1024, 256, 3},
-    {kDense, 4096, 1024, 704, 7},    {kDense, 4096, 1024, 768, 11},    {kDense, 4096, 1024, 2048, 10},
-    {kDense, 1024, 2048, 256, 2},    {kShort, 1024, 2048, 720, 3},     {kTwoBit, 1024, 2048, 720, 6},
-    {kDense, 1024, 2048, 2048, 9},   {kW8Bit, 6144, 1024, 256, 4},     {kDense, 6144, 1024, 704, 8},
-    {kDense, 6144, 1024, 768, 12},   {kDense, 6144, 1024, 2048, 10},   {kDense, 1024, 3072, 192, 1},
-    {kDense, 1024, 3072, 256, 2},    {kShort, 1024, 3072, 720, 3},     {kTwoBit, 1024, 3072, 720, 5},
-    {kDense, 1024, 3072, 2048, 9},   {kGroupBit, 4096, 1024, 256, 2},  {kGroupBit, 4096, 1024, 2048, 6},
-    {kGroupBit, 1024, 2048, 256, 1}, {kGroupBit, 1024, 2048, 900, 2},  {kGroupBit, 1024, 2048, 2048, 4},
-    {kGroupBit, 6144, 1024, 256, 2}, {kGroupBit, 6144, 1024, 2048, 6}, {kGroupBit, 1024, 3072, 256, 1},
-    {kGroupBit, 1024, 3072, 900, 2}, {kGroupBit, 1024, 3072, 2048, 4},
+    // qkv
+    {kFour, 4096, 1024, 128, 15},
+    {kFour, 4096, 1024, 192, 6},
+    {kFour, 4096, 1024, 256, 15},
+    {kFour, 4096, 1024, 384, 6},
+    {kFour, 4096, 1024, 512, 9},
+    {kDense, 4096, 1024, 192, 6},
+    {kDense, 4096, 1024, 256, 3},
+    {kDense, 4096, 1024, 704, 7},
+    {kDense, 4096, 1024, 768, 11},
+    {kFour, 4096, 1024, 1024, 9},
+    {kFour, 4096, 1024, 1408, 7},
+    {kFour, 4096, 1024, 1536, 11},
+    {kDense, 4096, 1024, 2048, 10},
+    {kGroupBit, 4096, 1024, 256, 2},
+    {kGroupBit, 4096, 1024, 2048, 6},
+    // o
+    {kFour, 1024, 2048, 64, 2},
+    {kFour, 1024, 2048, 128, 1},
+    {kFour, 1024, 2048, 192, 13},
+    {kFour, 1024, 2048, 512, 14},
+    {kDense, 1024, 2048, 256, 2},
+    {kShort, 1024, 2048, 720, 3},
+    {kTwoBit, 1024, 2048, 720, 6},
+    {kFour, 1024, 2048, 1408, 4},
+    {kDense, 1024, 2048, 2048, 9},
+    {kGroupBit, 1024, 2048, 256, 1},
+    {kGroupBit, 1024, 2048, 900, 2},
+    {kGroupBit, 1024, 2048, 2048, 4},
+    // gate and up
+    {kFour, 6144, 1024, 128, 15},
+    {kFour, 6144, 1024, 192, 4, 1},
+    {kFour, 6144, 1024, 256, 6},
+    {kFour, 6144, 1024, 384, 8},
+    {kW8Bit, 6144, 1024, 256, 4},
+    {kDense, 6144, 1024, 704, 8},
+    {kDense, 6144, 1024, 768, 12},
+    {kFour, 6144, 1024, 1200, 10},
+    {kFour, 6144, 1024, 1408, 8},
+    {kFour, 6144, 1024, 1536, 12},
+    {kDense, 6144, 1024, 2048, 10},
+    {kGroupBit, 6144, 1024, 256, 2},
+    {kGroupBit, 6144, 1024, 2048, 6},
+    // down
+    {kFour, 1024, 3072, 64, 2},
+    {kFour, 1024, 3072, 128, 14},
+    {kFour, 1024, 3072, 384, 13},
+    {kFour, 1024, 3072, 512, 14},
+    {kDense, 1024, 3072, 192, 1},
+    {kDense, 1024, 3072, 256, 2},
+    {kShort, 1024, 3072, 720, 3},
+    {kTwoBit, 1024, 3072, 720, 5},
+    {kFour, 1024, 3072, 1408, 4},
+    {kDense, 1024, 3072, 2048, 9},
+    {kGroupBit, 1024, 3072, 256, 1},
+    {kGroupBit, 1024, 3072, 900, 2},
+    {kGroupBit, 1024, 3072, 2048, 4},
 };
 
 static int choose(const Rows& r, const LinearArgs& a, const Device& device) {
-  if (a.m > 64)
-    for (const Measured& m : kMeasured)
+  for (const Measured& m : kMeasured)
+    if (a.m > 64 || m.most <= 64)
       if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most && m.low & (a.rank ? 2 : 1) &&
           (!a.gated || r.rows[m.row].gated))
         return m.row;

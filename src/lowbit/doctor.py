@@ -193,7 +193,8 @@ def self_test() -> Iterator[Row]:
             started = said["start"]
             continue
         started = ""
-        todo = "" if said["right"] else "wrong results: do not use this tier (QM_CPU_ISA=scalar) and report this page"
+        other = "this device" if said["tier"].startswith("cuda") else "this tier (QM_CPU_ISA=scalar)"
+        todo = "" if said["right"] else f"wrong results: do not use {other} and report this page"
         yield Row("self-test", said["tier"], OK if said["right"] else RED, said["found"], todo)
     if done.returncode:
         last = " ".join((done.stderr.strip().splitlines() or [""])[-1].split())

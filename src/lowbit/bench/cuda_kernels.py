@@ -71,12 +71,20 @@ ROWS = (
         "`quantize`", "1890×1024, residual, norm, rank 16", ("quantize", "1890x1024", None, None), "add_norm_r16",
         1890 * 1024 * 7, 0, "the same, several rows a CTA",
     ),
+    *(Row(
+        "`quantize`, plain", f"{m}×3072, nothing beside it", ("quantize", f"{m}x3072", None, None), "bare_r0",
+        m * 3072 * 3, 0, "L2: x comes from there, not from memory; a warp has 1024 columns of a row",
+    ) for m in (685, 1890)),
     Row(
         "`norm_rope`", "685 rows, 16 + 8 heads", ("rope", "685 rows, 16/8 heads", None, None), "us",
         685 * 24 * 128 * 4 + 685 * 512, 0, "launch, and one round trip to L2: a thread has two loads of x in flight",
     ),
-    _attention(435, 685, "nine blocks of keys in a row and the start of a CTA; 88 CTAs on 132 multiprocessors"),
+    _attention(435, 685, "seven blocks of keys in a row and the start of a CTA; 88 CTAs on 132 multiprocessors"),
     _attention(1140, 1890, "36 blocks of keys on the fullest multiprocessor, 28 on average; a block takes twice its products' time"),
+    Row(
+        "`attention`, rounded", "685 rows, 16 on 8 heads", ("joined", "attention, 16 heads on 8", None, 685), "us",
+        685 * (32 * 256 + 2048), 4 * 16 * 128 * (435**2 + 250**2), "the same, a cluster's launch, and the way of the maxima to its CTAs",
+    ),
     Row(
         "`guided_score`", "250 frames, 8 books", ("guided_score", "250 frames, 8 books, 1025 classes, fp16", None, None), "us",
         2 * 250 * 8 * 1025 * 2, 0, "launch, and three passes over a row of classes",

@@ -64,8 +64,8 @@ static const Measured kMeasured[] = {
     {kFour, 4096, 1024, 256, 15},
     {kFour, 4096, 1024, 384, 6},
     {kFour, 4096, 1024, 512, 9},
-    {kDense, 4096, 1024, 192, 6},
-    {kDense, 4096, 1024, 256, 3},
+    {kW8Bit, 4096, 1024, 192, 6},
+    {kW8Bit, 4096, 1024, 256, 3},
     {kDense, 4096, 1024, 704, 7},
     {kDense, 4096, 1024, 768, 11},
     {kFour, 4096, 1024, 960, 10},
@@ -80,7 +80,7 @@ static const Measured kMeasured[] = {
     {kFour, 1024, 2048, 128, 1},
     {kFour, 1024, 2048, 192, 13},
     {kFour, 1024, 2048, 512, 14},
-    {kDense, 1024, 2048, 256, 2},
+    {kW8Bit, 1024, 2048, 256, 2},
     {kShort, 1024, 2048, 720, 3},
     {kTwoBit, 1024, 2048, 720, 6},
     {kFour, 1024, 2048, 768, 6},
@@ -109,8 +109,8 @@ static const Measured kMeasured[] = {
     {kFour, 1024, 3072, 128, 14},
     {kFour, 1024, 3072, 384, 13},
     {kFour, 1024, 3072, 512, 14},
-    {kDense, 1024, 3072, 192, 1},
-    {kDense, 1024, 3072, 256, 2},
+    {kW8Bit, 1024, 3072, 192, 1},
+    {kW8Bit, 1024, 3072, 256, 2},
     {kShort, 1024, 3072, 720, 3},
     {kTwoBit, 1024, 3072, 720, 5},
     {kFour, 1024, 3072, 768, 6},
@@ -123,10 +123,9 @@ static const Measured kMeasured[] = {
 
 static int choose(const Rows& r, const LinearArgs& a, const Device& device) {
   for (const Measured& m : kMeasured)
-    if (a.m > 64 || m.most <= 64)
-      if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most && m.low & (a.rank ? 2 : 1) &&
-          (!a.gated || r.rows[m.row].gated))
-        return m.row;
+    if (m.modes >> a.mode & 1 && m.n == a.n && m.k == a.kp && a.m <= m.most && (a.m > 64 || m.most <= 64) &&
+        m.low & (a.rank ? 2 : 1) && (!a.gated || r.rows[m.row].gated))
+      return m.row;
   int best = -1;
   double least = 1e30;
   for (int i = 0; i < r.count; i++) {

@@ -58,13 +58,8 @@ __global__ void __launch_bounds__(kCtaRows * kMostParts * 32)
     }
     to_floats(v[u], in[u], bf16);
     if (norm) {
-      float q[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < kUnit; i++) q[i & 3] = fmaf(v[u][i], v[u][i], q[i & 3]);
-      q[0] = (q[0] + q[1]) + (q[2] + q[3]);
-      q[0] += __shfl_xor_sync(~0u, q[0], 1);
-      q[0] += __shfl_xor_sync(~0u, q[0], 2);
-      if (t == 0) sums[own][(part * kUnits + u) * 8 + lane / 4] = q[0];
+      const float squares = sum_of_squares(v[u]);
+      if (t == 0) sums[own][(part * kUnits + u) * 8 + lane / 4] = squares;
 #pragma unroll
       for (int i = 0; i < kUnit; i++) v[u][i] *= weight[u][i];
     }
@@ -95,11 +90,7 @@ __global__ void __launch_bounds__(kCtaRows * kMostParts * 32)
   float scale = 1.f;
   if (norm) {  // the factor of the norm is in no code
     __syncwarp();
-    float q = 0.f;
-    for (int b = t; b < (a.k + kBlock - 1) / kBlock; b += 4) q += sums[own][b];
-    q += __shfl_xor_sync(~0u, q, 1);
-    q += __shfl_xor_sync(~0u, q, 2);
-    scale = 1.f / sqrtf(q / a.k + a.eps);
+    scale = inverse_rms(sums[own], 1, (a.k + kBlock - 1) / kBlock, t, a.k, a.eps);
   }
   if (lane == 0) a.scales[m] = amax < kTiny ? 0.f : __fdiv_rn(amax, 127.f) * scale;
 }

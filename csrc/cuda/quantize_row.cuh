@@ -66,6 +66,26 @@ LOWBIT_DEVICE void gate(float (&v)[kUnit], const float (&up)[kUnit]) {
   for (int i = 0; i < kUnit; i++) v[i] = silu(v[i]) * up[i];
 }
 
+// Of a block of 64 columns, in its four lanes.
+LOWBIT_DEVICE float sum_of_squares(const float (&v)[kUnit]) {
+  float q[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kUnit; i++) q[i & 3] = fmaf(v[i], v[i], q[i & 3]);
+  q[0] = (q[0] + q[1]) + (q[2] + q[3]);
+  q[0] += __shfl_xor_sync(~0u, q[0], 1);
+  q[0] += __shfl_xor_sync(~0u, q[0], 2);
+  return q[0];
+}
+// The factor of an RMS norm from the sums of squares of a row's blocks, `step` floats apart: lane t of four
+// adds every fourth.
+LOWBIT_DEVICE float inverse_rms(const float* sums, int step, int blocks, int t, int k, float eps) {
+  float q = 0.f;
+  for (int b = t; b < blocks; b += 4) q += sums[b * step];
+  q += __shfl_xor_sync(~0u, q, 1);
+  q += __shfl_xor_sync(~0u, q, 2);
+  return 1.f / sqrtf(q / k + eps);
+}
+
 LOWBIT_DEVICE void multiply(float (&v)[kUnit], const float* by) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {

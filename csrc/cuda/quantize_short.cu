@@ -207,13 +207,8 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
       gate(v[u], up);
     }
     if (before == kNorm) {
-      float q[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < kUnit; i++) q[i & 3] = fmaf(v[u][i], v[u][i], q[i & 3]);
-      q[0] = (q[0] + q[1]) + (q[2] + q[3]);
-      q[0] += __shfl_xor_sync(~0u, q[0], 1);
-      q[0] += __shfl_xor_sync(~0u, q[0], 2);
-      if (t == 0 && mine_is(u)) memory[s.sums + (first + warp + u * s.warps) * kRows + g] = q[0];
+      const float squares = sum_of_squares(v[u]);
+      if (t == 0 && mine_is(u)) memory[s.sums + (first + warp + u * s.warps) * kRows + g] = squares;
 #pragma unroll
       for (int i = 0; i < kUnit; i++)
         v[u][i] *= __uint_as_float(reinterpret_cast<const uint32_t*>(weights[u])[i]);
@@ -329,14 +324,8 @@ __global__ void __launch_bounds__(kUnits == 1 ? 1024 : 768)
     }
   }
   if (warp == 0) {  // the scale: the factor of the norm is in no code
-    float norm = 1.f;
-    if (before == kNorm) {
-      float q = 0.f;
-      for (int b = t; b < s.filled; b += 4) q += memory[s.sums + b * kRows + g];
-      q += __shfl_xor_sync(~0u, q, 1);
-      q += __shfl_xor_sync(~0u, q, 2);
-      norm = 1.f / sqrtf(q / a.k + a.eps);
-    }
+    const float norm =
+        before == kNorm ? inverse_rms(memory + s.sums + g, kRows, s.filled, t, a.k, a.eps) : 1.f;
     if (live && t == 0) a.scales[m] = amax < kTiny ? 0.f : __fdiv_rn(amax, 127.f) * norm;
   }
 }
